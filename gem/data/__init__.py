@@ -1,0 +1,31 @@
+"""From parquet files to batches of packed tensors."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gem.data.batch import Batch, JaggedSequence
+    from gem.data.collate import keyed_jagged_tensor
+    from gem.data.errors import BadIdError, BadRowError
+    from gem.data.loader import Loader, make_loaders
+    from gem.data.schema import Schema
+
+_HOMES = {
+    "Batch": "batch",
+    "JaggedSequence": "batch",
+    "keyed_jagged_tensor": "collate",
+    "BadIdError": "errors",
+    "BadRowError": "errors",
+    "Loader": "loader",
+    "make_loaders": "loader",
+    "Schema": "schema",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: a schema is read without torch, which takes seconds to import.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gem.data' has no attribute '{name}'")
+    return getattr(import_module(f"gem.data.{_HOMES[name]}"), name)
