@@ -1,0 +1,29 @@
+"""Prediction heads: one MLP per task on the same flattened tokens."""
+
+import torch
+from torch import Tensor, nn
+
+from gem.model.layers import mlp
+
+
+class TaskHeads(nn.Module):
+    """`logit_t = MLP_t(LN(flatten(tokens)))` (InterFormer Alg. 1's head, one per task).
+
+    Args:
+        tasks: how many. tokens: N. width: D.
+        hidden: widths of each head's MLP. dropout: between its layers.
+    """
+
+    def __init__(
+        self, tasks: int, tokens: int, width: int, hidden: list[int], dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(tokens * width)
+        self.heads = nn.ModuleList(
+            mlp([tokens * width, *hidden, 1], dropout) for _ in range(tasks)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [B, N, D] -> float32 logits [B, tasks]."""
+        flat = self.norm(tokens.flatten(1))
+        return torch.cat([head(flat) for head in self.heads], dim=1).float()
