@@ -22,6 +22,14 @@ class Mode(Enum):
     predict = "predict"
 
 
+class Split(Enum):
+    """The rows that `mode=eval` and `mode=predict` read."""
+
+    train = "train"
+    valid = "valid"
+    test = "test"
+
+
 class PoolingKind(Enum):
     """How a jagged sequence becomes a few tokens: PMA (Set Transformer) or HSP (Kunlun)."""
 
@@ -266,13 +274,14 @@ class PathsConfig:
 
 @dataclass
 class Config:
-    """A whole run."""
+    """A whole run; `split` is for the modes eval and predict, which read a checkpoint `ckpt`."""
 
     mode: Mode = Mode.train
     name: str = MISSING
     seed: int = 0
     ckpt: str | None = None
     resume: str | None = None
+    split: Split = Split.test
     model: ModelConfig = MISSING
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     data: DataConfig = MISSING

@@ -1,0 +1,134 @@
+"""The command line around a run: schema, run directory, errors in one sentence."""
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gem.config import Config
+from gem.train.checkpoint import find_checkpoint, run_directory
+from gem.train.distributed import run_stamp
+
+USER_ERROR = 2
+_FULL = "HYDRA_FULL_ERROR"
+
+
+def register() -> None:
+    """Puts the config's schema and the resolvers that conf/ uses where Hydra finds them."""
+    ConfigStore.instance().store(name="config_schema", node=Config)
+    OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True)
+    OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
+    OmegaConf.register_new_resolver("cache_dir", _cache_dir, replace=True)
+
+
+def launch(main: Callable[[], Any]) -> None:
+    """Runs a Hydra main; an error that the user can mend is one sentence and exit status 2.
+
+    HYDRA_FULL_ERROR=1 shows every stack trace.
+    """
+    full = os.environ.get(_FULL) == "1"
+    # Hydra would print errors its own way, with a trace, and exit.
+    os.environ[_FULL] = "1"
+    try:
+        main()
+    except (HydraException, OmegaConfBaseException, ValueError, IndexError, OSError) as error:
+        if full:
+            raise
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {explain(error)}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def explain(error: BaseException) -> str:
+    """What is wrong with the command line or config, in one sentence, with the nearest name."""
+    chain = []
+    link: BaseException | None = error
+    while link is not None:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    text = "\n".join(str(link) for link in chain)
+    if unknown := re.search(r"Key '([^']+)' (?:is not in struct|not in '\w+')", text):
+        key = _full_key(text) or unknown[1]
+        return f"there is no key {key}{_nearest(key, config_keys())}"
+    if unknown := re.search(r"Could not override '([^']+)'\.?\s*No match in the defaults", text):
+        return f"there is no group {unknown[1]}{_nearest(unknown[1], _groups())}"
+    for link in chain:
+        if isinstance(link, MissingConfigException) and link.missing_cfg_file:
+            group, _, option = str(link.missing_cfg_file).rpartition("/")
+            options = sorted(link.options or [])
+            offer = f"; there are {', '.join(options)}" if options else ""
+            return f"{group or 'conf'} has no option {option}{_nearest(option, options)}{offer}"
+    lines = [line.strip() for line in str(chain[-1]).splitlines() if line.strip()]
+    if isinstance(chain[-1], OmegaConfBaseException):
+        key = _full_key(text)
+        return f"{key}: {_lower(lines[0])}" if key else lines[0]
+    if isinstance(error, HydraException):
+        return " ".join(line.strip() for line in str(error).splitlines()[:2])
+    return str(error).strip() or type(error).__name__
+
+
+def config_keys() -> list[str]:
+    """Every dotted key of the config."""
+    return list(_keys(Config, ""))
+
+
+def _keys(kind: Any, path: str) -> Iterator[str]:
+    hints = get_type_hints(kind)
+    for item in fields(kind):
+        key = f"{path}.{item.name}" if path else item.name
+        yield key
+        if is_dataclass(hints[item.name]):
+            yield from _keys(hints[item.name], key)
+
+
+def _full_key(text: str) -> str | None:
+    found = re.findall(r"full_key: (\S+)", text)
+    if found:
+        return found[0]
+    found = re.search(r"Could not override '([^']+)'", text)
+    return found[1] if found else None
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if not close:
+        # A right name in the wrong section.
+        last = name.rsplit(".", 1)[-1]
+        close = [key for key in names if key.rsplit(".", 1)[-1] == last][:1]
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _groups() -> list[str]:
+    folder = Path(__file__).parents[2] / "conf"
+    return [path.name for path in folder.iterdir() if path.is_dir()] if folder.exists() else []
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _run_dir(resume: str | None, fresh: str) -> str:
+    """A new run's directory, or that of the run which `resume` continues."""
+    if not resume:
+        return fresh
+    try:
+        return str(run_directory(find_checkpoint(resume)))
+    except ValueError:
+        # Said when the run starts; nothing may be created in its place.
+        return "."
+
+
+def _cache_dir() -> str:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return str(Path(base) / "gem") if base else str(Path(__file__).parents[2] / ".cache")
