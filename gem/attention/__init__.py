@@ -1,0 +1,16 @@
+"""Attention on packed (jagged) batches: self, cross and broadcast-Q. Needs torch alone."""
+
+from gem.attention.functional import broadcast_attention, jagged_attention
+from gem.attention.layout import JaggedLayout
+from gem.attention.module import BroadcastAttention, JaggedAttention
+from gem.attention.rotary import apply_rotary, rotary_angles
+
+__all__ = [
+    "BroadcastAttention",
+    "JaggedAttention",
+    "JaggedLayout",
+    "apply_rotary",
+    "broadcast_attention",
+    "jagged_attention",
+    "rotary_angles",
+]
