@@ -5,23 +5,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gem.data.batch import Batch, JaggedSequence
-    from gem.data.collate import keyed_jagged_tensor
     from gem.data.errors import BadIdError, BadRowError
+    from gem.data.jagged import keyed_jagged_tensor
     from gem.data.loader import Loader, make_loaders
     from gem.data.schema import Schema
 
+__all__ = [
+    "BadIdError",
+    "BadRowError",
+    "Batch",
+    "JaggedSequence",
+    "Loader",
+    "Schema",
+    "keyed_jagged_tensor",
+    "make_loaders",
+]
+
 _HOMES = {
-    "Batch": "batch",
-    "JaggedSequence": "batch",
-    "keyed_jagged_tensor": "collate",
     "BadIdError": "errors",
     "BadRowError": "errors",
+    "Batch": "batch",
+    "JaggedSequence": "batch",
     "Loader": "loader",
-    "make_loaders": "loader",
     "Schema": "schema",
+    "keyed_jagged_tensor": "jagged",
+    "make_loaders": "loader",
 }
-
-__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from gem.attention import JaggedLayout
+from gem.data.jagged import pin_memory, to_device
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class JaggedSequence:
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         return replace(
             self,
-            ids=self.ids.to(device, non_blocking=non_blocking),
+            ids=to_device(self.ids, device, non_blocking),
             age=self.age.to(device, non_blocking=non_blocking),
             dense=self.dense.to(device, non_blocking=non_blocking),
             layout=self.layout.to(device, non_blocking=non_blocking),
@@ -38,7 +39,7 @@ class JaggedSequence:
     def pin_memory(self) -> Self:
         return replace(
             self,
-            ids=self.ids.pin_memory(),
+            ids=pin_memory(self.ids),
             age=self.age.pin_memory(),
             dense=self.dense.pin_memory(),
             layout=self.layout.pin_memory(),
@@ -81,7 +82,7 @@ class Batch:
         return replace(
             self,
             dense=self.dense.to(device, non_blocking=non_blocking),
-            sparse=self.sparse.to(device, non_blocking=non_blocking),
+            sparse=to_device(self.sparse, device, non_blocking),
             sequences={
                 name: sequence.to(device, non_blocking) for name, sequence in self.sequences.items()
             },
@@ -93,7 +94,7 @@ class Batch:
         return replace(
             self,
             dense=self.dense.pin_memory(),
-            sparse=self.sparse.pin_memory(),
+            sparse=pin_memory(self.sparse),
             sequences={name: sequence.pin_memory() for name, sequence in self.sequences.items()},
             labels=self.labels.pin_memory(),
             weights=self.weights.pin_memory(),

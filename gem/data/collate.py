@@ -5,13 +5,14 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor
-from torchrec import JaggedTensor, KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor
 
 from gem.attention import JaggedLayout
 from gem.data.batch import Batch, JaggedSequence
 from gem.data.columns import Column, Columns, jagged_index
 from gem.data.errors import BadIdError, BadRowError
 from gem.data.hashing import hash_ids, table_seed
+from gem.data.jagged import keyed_jagged_tensor
 from gem.data.reader import ROWS
 from gem.data.schema import (
     DenseFeature,
@@ -20,62 +21,7 @@ from gem.data.schema import (
     IdKind,
     Schema,
     SequenceFeature,
-    Task,
 )
-
-
-def keyed_jagged_tensor(
-    keys: list[str], values: Tensor, lengths: Tensor, length_per_key: list[int] | None = None
-) -> KeyedJaggedTensor:
-    """A KeyedJaggedTensor that never asks the device for what the host knows.
-
-    Its stride, `length_per_key` and `offset_per_key` are set, so no later call copies lengths to
-    the host. With a batch of zero rows every key has no values, no lengths and offsets [0].
-
-    Args:
-        keys: the features' names.
-        values: [sum of lengths], the first key's values for all samples, then the next key's.
-        lengths: [keys * B] int64 on the host, key after key.
-        length_per_key: values of each key, if known.
-
-    Raises:
-        ValueError: `lengths` do not divide into the keys, are negative or do not sum to `values`.
-    """
-    if not keys:
-        if len(lengths) or len(values):
-            raise ValueError(
-                f"no keys, but {len(lengths)} lengths and {len(values)} values were given"
-            )
-        return KeyedJaggedTensor(
-            keys, values, lengths=lengths, stride=0, length_per_key=[], offset_per_key=[0]
-        )
-    if len(lengths) % len(keys):
-        raise ValueError(
-            f"{len(lengths)} lengths do not divide into {len(keys)} keys "
-            f"({len(values)} values were given)"
-        )
-    stride = len(lengths) // len(keys)
-    if len(lengths) and int(lengths.min()) < 0:
-        raise ValueError(f"lengths has {int(lengths.min())}; a length is 0 or more")
-    if length_per_key is None:
-        length_per_key = lengths.view(len(keys), stride).sum(1).tolist()
-    offset_per_key = np.concatenate([[0], np.cumsum(length_per_key)]).tolist()
-    if offset_per_key[-1] != len(values):
-        raise ValueError(f"lengths sum to {offset_per_key[-1]}, but there are {len(values)} values")
-    jagged = None
-    if stride == 0:
-        # torchrec 1.8 fails to split a batch of zero rows; it takes a split that is there.
-        empty = torch.zeros(1, dtype=lengths.dtype)
-        jagged = {key: JaggedTensor(values, lengths=lengths, offsets=empty) for key in keys}
-    return KeyedJaggedTensor(
-        keys,
-        values,
-        lengths=lengths,
-        stride=stride,
-        length_per_key=[int(length) for length in length_per_key],
-        offset_per_key=offset_per_key,
-        jt_dict=jagged,
-    )
 
 
 class Collator:
@@ -93,7 +39,7 @@ class Collator:
         self.skip_bad_rows = skip_bad_rows
         self.skipped: list[tuple[str, str]] = []
         """(reason, message) of the rows that the last call left out."""
-        self._tasks = _by_dependency(schema.tasks)
+        self._tasks = schema.tasks_in_order()
         self._seeds = {
             name: table_seed(schema.table_of(name, feature))
             for name, feature in schema.id_features()
@@ -396,20 +342,3 @@ def _matrix(columns: list[np.ndarray], rows: int) -> Tensor:
     if not columns:
         return torch.zeros(rows, 0)
     return torch.from_numpy(np.stack(columns, axis=1).astype(np.float32, copy=False))
-
-
-def _by_dependency(tasks: list[Task]) -> list[Task]:
-    """Tasks in an order in which each comes after the one that it is given."""
-    ordered: list[Task] = []
-    while len(ordered) < len(tasks):
-        done = {task.name for task in ordered}
-        ready = [
-            task
-            for task in tasks
-            if task.name not in done and (task.given is None or task.given in done)
-        ]
-        if not ready:
-            circle = [task.name for task in tasks if task.name not in done]
-            raise ValueError(f"tasks {circle} are given each other in a circle")
-        ordered += ready
-    return ordered

@@ -1,7 +1,7 @@
 """From ids to table rows: a fixed hash, the same on every machine and in every version.
 
-An id becomes 64 bits: an integer is itself, a string is pandas' SipHash-2-4 of its UTF-8 bytes. The
-table's name gives a seed (BLAKE2b), the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast
+An id becomes 64 bits: an integer is itself, a string is the BLAKE2b digest of its UTF-8 bytes, and
+so is a table's seed of its name. The finaliser of SplitMix64 (Steele, Lea and Flood, "Fast
 splittable pseudorandom number generators", 2014) mixes id + seed, and the upper 32 bits scale to
 the table's rows by multiplication (Lemire, "Fast random integer generation in an interval", 2019).
 Features that share a table share its seed: the same id meets the same row.
@@ -10,11 +10,10 @@ Features that share a table share its seed: the same id meets the same row.
 import hashlib
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-MAX_ROWS = 1 << 32
+from gem.data.schema import MAX_ROWS
 
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
@@ -23,7 +22,7 @@ _HALF = np.uint64(32)
 
 def table_seed(table: str) -> int:
     """The 64-bit seed of a table, from its name."""
-    return int.from_bytes(hashlib.blake2b(table.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(_digest(table), "little")
 
 
 def hash_ids(ids: np.ndarray, rows: int, seed: int) -> np.ndarray:
@@ -59,10 +58,14 @@ def hash_strings(strings: pa.Array) -> np.ndarray:
     """
     if not pa.types.is_dictionary(strings.type):
         strings = pc.dictionary_encode(strings)
-    words = strings.dictionary.to_numpy(zero_copy_only=False).astype(object)
-    hashes = pd.util.hash_array(words, categorize=False).view(np.int64)
+    words = strings.dictionary.to_pylist()
+    hashes = np.frombuffer(b"".join(_digest(word or "") for word in words), dtype="<i8")
     codes = strings.indices
     valid = ~np.asarray(codes.is_null())
     result = np.zeros(len(codes), dtype=np.int64)
     result[valid] = hashes[codes.drop_null().to_numpy(zero_copy_only=False)]
     return result
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -2,21 +2,22 @@
 
 import logging
 import multiprocessing
+import multiprocessing.context
 from collections.abc import Iterator
-from dataclasses import dataclass
+from multiprocessing import forkserver
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
 from gem.data.batch import Batch
 from gem.data.collate import Collator
-from gem.data.columns import Columns, concat, take
 from gem.data.errors import BadRowError
-from gem.data.plan import EpochPlan, plan_epoch, rank_range, steps_per_epoch
-from gem.data.reader import SPLITS, FileIndex, SegmentReader
+from gem.data.plan import plan_epoch, rank_range, steps_per_epoch
+from gem.data.reader import SPLITS, FileIndex
 from gem.data.schema import Schema
+from gem.data.stream import Item, Stream
 
 if TYPE_CHECKING:
     from gem.config import DataConfig, SplitConfig
@@ -42,7 +43,7 @@ class Loader:
         split: `train`, `valid`, `test` or `all`.
         split_config: where validation and test begin.
         batch_size: rows per batch and rank.
-        seed: of the order; the epoch is added to it.
+        seed: of the order, together with the epoch.
         shuffle: shuffle row groups, and rows within `shuffle_buffer` of them.
         shuffle_buffer: rows that are read together.
         workers: processes that read and pack; 0 does it in this one.
@@ -155,15 +156,16 @@ class Loader:
             "rows": self.rows,
             "batch_size": self.batch_size,
             "world_size": self.world_size,
+            "shuffle_buffer": self.shuffle_buffer,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a position; what lies before it is not read.
 
         Raises:
-            ValueError: the position was taken over other rows, or in batches of another size.
+            ValueError: it lies within an epoch whose order was another one.
         """
-        for name in ("rows", "batch_size", "world_size"):
+        for name in ("rows", "batch_size", "world_size", "shuffle_buffer"):
             if state["step"] and state[name] != getattr(self, name):
                 raise ValueError(
                     f"the position was saved in mid-epoch with {name}={state[name]}; it means "
@@ -174,15 +176,12 @@ class Loader:
         self.seed = state["seed"]
         self.skipped = dict(state["skipped"])
 
-    def _batches(self) -> Iterator[tuple[Batch, list[tuple[str, str]]]]:
+    def _batches(self) -> Iterator[Item]:
         stream = self._stream()
         if self.workers == 0 or self.step >= self.steps:
             for item in stream:
                 yield _unwrap(item)
             return
-        # A server that has imported everything, and runs no thread, forks the workers.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["__main__", __name__])
         loader = DataLoader(
             stream,
             batch_size=None,
@@ -191,17 +190,19 @@ class Loader:
             pin_memory=self.pin_memory,
             prefetch_factor=max(2, 8 // self.workers),
             worker_init_fn=_single_thread,
-            multiprocessing_context=context,
+            multiprocessing_context=_context(),
+            # Of its own, or the seeds of workers would be drawn from the state that dropout uses.
+            generator=torch.Generator(),
         )
         for item in loader:
             yield _unwrap(item)
 
-    def _stream(self) -> "_Stream":
+    def _stream(self) -> Stream:
         groups = np.cumsum([segment.start == 0 for segment in self._index.segments])
         plan = plan_epoch(
             self._counts, groups, self.shuffle_buffer, self.seed, self.epoch, self.shuffle
         )
-        return _Stream(
+        return Stream(
             self._index,
             self.split,
             plan,
@@ -219,94 +220,24 @@ class Loader:
             self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
 
-_Item = tuple[Batch, list[tuple[str, str]]]
-
-
-@dataclass(eq=False)
-class _Stream(IterableDataset):
-    """A rank's batches from one step to another; a worker makes every workers-th of them."""
-
-    index: FileIndex
-    split: str
-    plan: EpochPlan
-    span: tuple[int, int]
-    batch_size: int
-    steps: range
-    collator: Collator
-    pin_memory: bool
-
-    def __iter__(self) -> Iterator[_Item | BadRowError]:
-        worker = get_worker_info()
-        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        reader = SegmentReader(self.index)
-        self._loaded: tuple[int, Columns, np.ndarray] | None = None
-        try:
-            for step in self.steps[number::workers]:
-                batch = self._batch(reader, step, number, workers)
-                yield (batch.pin_memory() if self.pin_memory else batch), self.collator.skipped
-        except BadRowError as error:
-            # Raised by the reader of the stream: a worker's own exception arrives as a traceback.
-            yield error
-        finally:
-            reader.close()
-
-    def _batch(self, reader: SegmentReader, step: int, number: int, workers: int) -> Batch:
-        start = min(self.span[0] + step * self.batch_size, self.span[1])
-        stop = min(start + self.batch_size, self.span[1])
-        parts = []
-        while start < stop:
-            chunk = self.plan.chunk_at(start)
-            table, local = self._load(reader, chunk, number, workers)
-            first, last = self.plan.starts[chunk : chunk + 2]
-            end = min(stop, int(last))
-            parts.append((table, local[start - first : end - first]))
-            start = end
-        if len(parts) == 1:
-            return self.collator(*parts[0])
-        if not parts:
-            table = self._empty(reader)
-        else:
-            table = concat(take(table, rows) for table, rows in parts)
-        return self.collator(table, np.arange(sum(len(rows) for _, rows in parts)))
-
-    def _load(
-        self, reader: SegmentReader, chunk: int, number: int, workers: int
-    ) -> tuple[Columns, np.ndarray]:
-        """A chunk's rows that this worker needs, and where in them each position's row is."""
-        if self._loaded is None or self._loaded[0] != chunk:
-            self._loaded = None
-            segments = [self.index.segments[i] for i in self.plan.chunks[chunk]]
-            order = self.plan.order(chunk)
-            position = np.arange(len(order)) + self.plan.starts[chunk] - self.span[0]
-            step = position // self.batch_size
-            mine = (position >= 0) & (step >= self.steps.start) & (step < self.steps.stop)
-            mine &= (step - self.steps.start) % workers == number
-            needed = np.zeros(len(order), dtype=bool)
-            needed[order[mine]] = True
-            parts, first = [], 0
-            for segment in segments:
-                part = reader.read(segment, self.split)
-                rows = len(next(iter(part.values())).values)
-                keep = needed[first : first + rows]
-                parts.append(part if keep.all() else take(part, np.flatnonzero(keep)))
-                first += rows
-            self._loaded = chunk, concat(parts), (np.cumsum(needed) - 1)[order]
-        return self._loaded[1:]
-
-    def _empty(self, reader: SegmentReader) -> Columns:
-        """The columns without a row, for a rank whose rows have ended."""
-        segment = self.index.segments[0]
-        return take(reader.read(segment, "all"), np.zeros(0, dtype=np.int64))
-
-
-def _unwrap(item: _Item | BadRowError) -> _Item:
+def _unwrap(item: Item | BadRowError) -> Item:
     if isinstance(item, BadRowError):
         raise item
     return item
 
 
-def _same(item: _Item) -> _Item:
+def _same(item: Item) -> Item:
     return item
+
+
+def _context() -> multiprocessing.context.BaseContext:
+    """Workers are forked by a server that has imported this module and runs no threads.
+
+    Forking the training process itself could copy a lock that one of its threads holds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 def _single_thread(worker: int) -> None:
@@ -328,6 +259,10 @@ def make_loaders(
     Returns:
         `train` (shuffled, full batches only), `valid` and `test` (in order, complete).
     """
+    if data.workers > 0:
+        # The server imports for seconds; meanwhile data and model are made ready.
+        _context()
+        forkserver.ensure_running()
     dataset = data.dataset if hasattr(data.dataset, "prepare") else _instantiate(data.dataset)
     skip = data.on_bad_row.value == "skip"
     index = FileIndex(dataset.prepare(), data.schema, data.split, data.shuffle_buffer, skip)

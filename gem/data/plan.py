@@ -77,4 +77,5 @@ def steps_per_epoch(rows: int, world_size: int, batch_size: int, drop_last: bool
     """Batches of every rank, from the smallest share (`drop_last`) or the largest."""
     if drop_last:
         return rows // world_size // batch_size
-    return -(-(-(-rows // world_size)) // batch_size)
+    largest_share = -(-rows // world_size)
+    return -(-largest_share // batch_size)

@@ -1,7 +1,9 @@
 """Parquet files as segments of rows that are read one by one, with bounded memory."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,7 +70,7 @@ class FileIndex:
         if not files:
             raise ValueError("there is no parquet file to read")
         split_config.validate()
-        self.files = [str(file) for file in files]
+        self.files = [os.path.abspath(file) for file in files]
         self.schema = schema
         self.segments: list[Segment] = []
         times = []
@@ -87,7 +89,7 @@ class FileIndex:
             rows = metadata.row_group(group).num_rows
             parts = -(-rows // limit)
             edges = [rows * part // parts for part in range(parts + 1)] if rows else []
-            for start, stop in zip(edges[:-1], edges[1:], strict=True):
+            for start, stop in pairwise(edges):
                 self.segments.append(Segment(file_index, group, start, stop, first, rows))
             first += rows
 

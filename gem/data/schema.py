@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+MAX_ROWS = 1 << 32
+"""The hash tells at most so many rows of a table apart."""
+
 
 class IdKind(Enum):
     """How an id becomes a row of its table.
@@ -156,6 +159,21 @@ class Schema:
                 )
         return rows
 
+    def tasks_in_order(self) -> list[Task]:
+        """The tasks, each after the one that it is given; raises ValueError for a circle."""
+        ordered: dict[str, Task] = {}
+        while len(ordered) < len(self.tasks):
+            ready = {
+                task.name: task
+                for task in self.tasks
+                if task.name not in ordered and (task.given is None or task.given in ordered)
+            }
+            if not ready:
+                circle = [task.name for task in self.tasks if task.name not in ordered]
+                raise ValueError(f"tasks {circle} are given each other in a circle")
+            ordered |= ready
+        return list(ordered.values())
+
     def validate(self) -> None:
         """Checks that names are unique and references resolve; raises ValueError."""
         _unique("task", [task.name for task in self.tasks])
@@ -171,6 +189,7 @@ class Schema:
                     f"task '{task.name}' is given '{task.given}', which is no other task; "
                     f"tasks are {sorted(names)}"
                 )
+        self.tasks_in_order()
         for sequence in self.sequences:
             if not sequence.fields:
                 raise ValueError(f"sequence '{sequence.name}' has no id field")
@@ -180,7 +199,9 @@ class Schema:
                 raise ValueError(
                     f"sequence '{sequence.name}' has max_length {sequence.max_length}; 1 or more"
                 )
-        self.tables()
+        for table, rows in self.tables().items():
+            if rows > MAX_ROWS:
+                raise ValueError(f"table '{table}' has {rows} rows; at most {MAX_ROWS} can be told")
 
 
 def _unique(what: str, names: list[str]) -> None:

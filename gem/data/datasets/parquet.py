@@ -18,6 +18,10 @@ class ParquetFiles:
     path: Any
 
     def __post_init__(self) -> None:
+        if self.path == "???":
+            raise ValueError(
+                "data.dataset.path is not set; give a folder, a file, a glob pattern, or a list"
+            )
         paths = [self.path] if isinstance(self.path, str | Path) else self.path
         if not paths or any(not isinstance(path, str | Path) for path in paths):
             raise ValueError(
