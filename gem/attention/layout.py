@@ -170,6 +170,11 @@ class JaggedLayout:
             return self
         return JaggedLayout(offsets, self.lengths, self.batch_size, self.rows, self.max_length)
 
+    def pin_memory(self) -> JaggedLayout:
+        """The same layout with its offsets in pinned memory, for an asynchronous `to`."""
+        offsets = self.offsets.pin_memory()
+        return JaggedLayout(offsets, self.lengths, self.batch_size, self.rows, self.max_length)
+
     def prepend(self, n: int) -> JaggedLayout:
         """The layout after `n` extra rows are put in front of every sample.
 
