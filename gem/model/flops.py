@@ -52,7 +52,7 @@ def model_flops(model: nn.Module, lengths: dict[str, Tensor], batch_size: int) -
         events = lengths[feature.name]
         total["embedding"] += int(events.sum()) * linear_flops(tokens)
         layouts.append(events + config.cls_tokens)
-    if layouts:
+    if model.cls is not None:
         total["interaction"] += batch_size * _generation(model.cls, width)
     for layer in model.layers:
         _add_layer(total, layer, layouts, batch_size, width)
@@ -102,8 +102,7 @@ def _add_summary(
 ) -> None:
     rows = int(events.sum())
     pool = summary.pool
-    queries = pool.attention.num_queries
-    tokens = queries
+    queries = tokens = pool.queries
     if isinstance(pool, HSP):
         rank, tokens, _ = pool.compress.token_weights.shape
         kronecker = 2 * rank * tokens * width * (queries + width)

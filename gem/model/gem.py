@@ -55,7 +55,8 @@ class Gem(nn.Module):
         self.feature_tokens = FeatureTokens(schema, dim, width, [s.name for s in self.sequences])
         self.event_tokens = nn.ModuleList(EventTokens(s, dim, width) for s in self.sequences)
         tokens = self.feature_tokens.tokens
-        self.cls = WeightGeneration(tokens, config.cls_tokens, width)
+        has_cls = self.sequences and config.cls_tokens
+        self.cls = WeightGeneration(tokens, config.cls_tokens, width) if has_cls else None
 
         summary = len(self.sequences) * summary_size(config)
         self.layers = nn.ModuleList()
@@ -89,7 +90,8 @@ class Gem(nn.Module):
             )
             for _ in self.sequences
         ]
-        generation = WeightGeneration(tokens, c.summary_tokens, width) if blocks else None
+        generates = blocks and has_ffn
+        generation = WeightGeneration(tokens, c.summary_tokens, width) if generates else None
         summaries = [self._summary(kernel) for _ in self.sequences]
         return InterFormerLayer(generation, interaction, summaries, blocks)
 
@@ -99,7 +101,7 @@ class Gem(nn.Module):
         x = self.feature_tokens(batch, pooled)
         states = []
         if self.sequences:
-            cls = self.cls(x)
+            cls = x.new_zeros(len(x), 0, x.shape[2]) if self.cls is None else self.cls(x)
             for feature, tokens in zip(self.sequences, self.event_tokens, strict=True):
                 sequence = batch.sequences[feature.name]
                 s = tokens(events[feature.name], sequence.age, sequence.dense)

@@ -75,7 +75,7 @@ class InterFormerLayer(nn.Module):
     """`X_sum, S_sum = cross(X, S); X' = Wukong([X || S_sum]); S' = MHA(PFFN(X_sum, S))`.
 
     Args:
-        generation: X to X_sum, shared by the sequences; None without sequences.
+        generation: X to X_sum, shared by the sequences; None if no block reads it.
         interaction: on N + all summary tokens.
         summaries, sequences: one per sequence, in the order of the states.
     """
@@ -98,10 +98,9 @@ class InterFormerLayer(nn.Module):
     ) -> tuple[Tensor, list[SequenceState]]:
         """x [B, N, D] and a state per sequence -> X' [B, M, D] and the new states."""
         summary = [summarise(s) for summarise, s in zip(self.summaries, states, strict=True)]
+        weights = None if self.generation is None else self.generation(x)
         after = []
-        if states:
-            weights = self.generation(x)
-            for block, state in zip(self.sequences, states, strict=True):
-                s = block(state.s, weights, state.layout, state.blocks, state.rotary)
-                after.append(replace(state, s=s))
+        for block, state in zip(self.sequences, states, strict=True):
+            s = block(state.s, weights, state.layout, state.blocks, state.rotary)
+            after.append(replace(state, s=s))
         return self.interaction(torch.cat([x, *summary], dim=1)), after

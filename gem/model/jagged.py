@@ -66,63 +66,78 @@ class Appended:
         index = offsets[1:, None] - 1 - torch.arange(count, device=rows.device)
         inside = index >= offsets[:-1, None]
         picked = rows.index_select(0, index.clamp(min=0).flatten())
-        return picked.view(*index.shape, -1) * inside[..., None]
+        return picked.view(*index.shape, rows.shape[1]) * inside[..., None]
 
 
 class Blocks:
     """A layout cut into blocks of at most `size` rows, padded only while a block is worked on.
 
+    Rows go in and out by one gather each, split into heads on the way: [rows, H d] to
+    [blocks, H, size, d] and back, so that neither side is transposed in memory.
+
     Attributes:
         sample: [blocks] int64, the sample of each block.
+        valid: [blocks, size] bool, False past a sample's end.
     """
 
     def __init__(self, layout: JaggedLayout, size: int) -> None:
-        self.size, self.rows = size, layout.rows
+        self.size = size
         offsets = layout.offsets.long()
-        lengths_host = layout.lengths
-        counts_host = (lengths_host + size - 1) // size
-        total = int(counts_host.sum())
         device = offsets.device
+        total = int(((layout.lengths + size - 1) // size).sum())
         counts = (offsets.diff() + size - 1) // size
         samples = torch.arange(layout.batch_size, device=device)
         self.sample = torch.repeat_interleave(samples, counts, output_size=total)
         first_block = counts.cumsum(0) - counts
         row_sample = sample_of_row(layout)
         within = torch.arange(layout.rows, device=device) - offsets[row_sample]
-        # [rows] the slot of each row in [blocks * size]
-        self.slot = first_block[row_sample] * size + within
+        self._slot = first_block[row_sample] * size + within  # of each row, in [blocks * size]
         block = torch.arange(total, device=device) - first_block[self.sample]
         start = offsets[self.sample] + block * size
-        index = start[:, None] + torch.arange(size, device=device)
-        self.valid = index < offsets[self.sample + 1][:, None]  # [blocks, size]
-        self.index = torch.where(self.valid, index, 0).flatten()
+        row = start[:, None] + torch.arange(size, device=device)
+        self.valid = row < offsets[self.sample + 1][:, None]
+        self._row = torch.where(self.valid, row, 0)  # padding reads some row
+        self._by_heads: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def pack(self, x: Tensor) -> Tensor:
-        """x [rows, ...] -> [blocks, size, ...]; slots past a sample's end hold any row."""
-        return _Pack.apply(x, self)
+    def pack(self, x: Tensor, heads: int) -> Tensor:
+        """x [rows, heads * d] -> [blocks, heads, size, d]; padding holds some row's values."""
+        return _Pack.apply(x, self, heads)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """x [blocks, size, ...] -> [rows, ...]."""
+        """x [blocks, heads, size, d] -> [rows, heads * d]."""
         return _Unpack.apply(x, self)
 
-    def _gather_blocks(self, x: Tensor) -> Tensor:
-        return x.index_select(0, self.index).unflatten(0, (-1, self.size))
+    def _indices(self, heads: int) -> tuple[Tensor, Tensor]:
+        """Gathers on [rows * heads, d] and on [blocks * heads * size, d]; made once per batch."""
+        if heads not in self._by_heads:
+            head = torch.arange(heads, device=self._row.device)
+            into = self._row[:, None, :] * heads + head[:, None]
+            block, slot = self._slot // self.size, self._slot % self.size
+            out = (block[:, None] * heads + head) * self.size + slot[:, None]
+            self._by_heads[heads] = into.flatten(), out.flatten()
+        return self._by_heads[heads]
+
+    def _gather_blocks(self, x: Tensor, heads: int) -> Tensor:
+        flat = x.reshape(-1, x.shape[1] // heads).index_select(0, self._indices(heads)[0])
+        return flat.view(-1, heads, self.size, flat.shape[1])
 
     def _gather_rows(self, x: Tensor) -> Tensor:
-        return x.flatten(0, 1).index_select(0, self.slot)
+        heads, width = x.shape[1], x.shape[3]
+        flat = x.reshape(-1, width).index_select(0, self._indices(heads)[1])
+        return flat.view(-1, heads * width)
 
 
 class _Pack(torch.autograd.Function):
     """Rows to blocks; the gradient of a row is the one of its slot, padding has none."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, blocks: Blocks) -> Tensor:
+    def forward(ctx, x: Tensor, blocks: Blocks, heads: int) -> Tensor:
         ctx.blocks = blocks
-        return blocks._gather_blocks(x)
+        return blocks._gather_blocks(x, heads)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.blocks._gather_rows(grad), None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.blocks._gather_rows(grad), None, None
 
 
 class _Unpack(torch.autograd.Function):
@@ -130,11 +145,10 @@ class _Unpack(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, blocks: Blocks) -> Tensor:
-        ctx.blocks = blocks
+        ctx.blocks, ctx.heads = blocks, x.shape[1]
         return blocks._gather_rows(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        blocks = ctx.blocks
-        packed = blocks._gather_blocks(grad)
-        return packed.mul_(blocks.valid.view(*blocks.valid.shape, *[1] * (grad.ndim - 1))), None
+        packed = ctx.blocks._gather_blocks(grad, ctx.heads)
+        return packed.mul_(ctx.blocks.valid[:, None, :, None]), None

@@ -26,6 +26,7 @@ class PMA(nn.Module):
         deterministic: bool = False,
     ) -> None:
         super().__init__()
+        self.queries = tokens
         self.norm = nn.LayerNorm(width)
         self.attention = BroadcastAttention(
             width, heads, tokens, backend=backend, deterministic=deterministic
@@ -75,11 +76,12 @@ class HSP(nn.Module):
         deterministic: bool = False,
     ) -> None:
         super().__init__()
+        self.queries = seeds
         self.norm = nn.LayerNorm(width)
         self.seed_norm = nn.LayerNorm(width)
         self.seeds = nn.Parameter(torch.randn(seeds, width))
         self.attention = BroadcastAttention(
-            width, heads, seeds, backend=backend, deterministic=deterministic
+            width, heads, None, backend=backend, deterministic=deterministic
         )
         self.compress = SumKronLinear(seeds, tokens, width, rank)
 

@@ -38,18 +38,14 @@ class GDPA(nn.Module):
 
     def forward(self, s: Tensor, summary: Tensor, blocks: Blocks) -> Tensor:
         """s [rows, D], summary [B, n, D], the rows' blocks -> [rows, D]."""
-        width = s.shape[-1]
+        width, shape = s.shape[-1], (-1, self.keys, self.heads, s.shape[-1] // self.heads)
         q = F.layer_norm(s, (width,))
         k, v = self.weights(self.tokens(summary)).chunk(2, dim=-1)  # [B, M, D] each
-        k, v = k + self.key_bias, v + self.value_bias
-        k, v = (
-            w.unflatten(-1, (self.heads, -1)).transpose(1, 2).index_select(0, blocks.sample)
-            for w in (k, v)
-        )  # [blocks, H, M, d]
-        packed = blocks.pack(q).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        hidden = F.silu(packed @ (k * self.scale).transpose(-1, -2))  # [blocks, H, size, M]
-        out = (hidden @ v).transpose(1, 2).flatten(2)
-        return s + F.rms_norm(blocks.unpack(out) + q, (width,))
+        k = ((k + self.key_bias) * self.scale).view(shape).permute(0, 2, 3, 1)
+        v = (v + self.value_bias).view(shape).transpose(1, 2)
+        k, v = (w.contiguous().index_select(0, blocks.sample) for w in (k, v))
+        hidden = F.silu(blocks.pack(q, self.heads) @ k)  # [blocks, H, size, M]
+        return s + F.rms_norm(blocks.unpack(hidden @ v) + q, (width,))
 
 
 class SelfAttentionBlock(nn.Module):
@@ -103,12 +99,12 @@ class SequenceBlock(nn.Module):
     def forward(
         self,
         s: Tensor,
-        summary: Tensor,
+        summary: Tensor | None,
         layout: JaggedLayout,
         blocks: Blocks,
         rotary: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """s [rows, D], summary [B, n, D] -> [rows, D]."""
+        """s [rows, D], summary [B, n, D] (for the feed-forward) -> [rows, D]."""
         if self.feed_forward is not None:
             s = self.feed_forward(s, summary, blocks)
         if self.attention is not None:

@@ -42,7 +42,7 @@ def test_sum_kron_linear_is_a_sum_of_kronecker_products():
     module = SumKronLinear(tokens=6, out=3, width=4, rank=2).double()
     x = torch.randn(5, 6, 4, dtype=torch.float64)
     full = sum(
-        torch.kron(z, w.T)
+        torch.kron(z.contiguous(), w.T.contiguous())
         for z, w in zip(module.token_weights, module.width_weights, strict=True)
     )
     expected = (x.flatten(1) @ full.T).view(5, 3, 4)
@@ -130,13 +130,14 @@ def test_join_has_the_gradient_of_a_permutation():
     assert torch.autograd.gradcheck(place.join, inputs)
 
 
-def test_blocks_round_trip_with_poisoned_padding():
+@pytest.mark.parametrize("heads", [1, 3])
+def test_blocks_round_trip_with_poisoned_padding(heads):
     layout = layout_of(LENGTHS)
     blocks = Blocks(layout, 16)
-    x = torch.randn(layout.rows, 3, requires_grad=True)
-    packed = blocks.pack(x)
-    assert packed.shape == (sum(-(-n // 16) for n in LENGTHS), 16, 3)
-    poisoned = torch.where(blocks.valid[..., None], packed, torch.nan)
+    x = torch.randn(layout.rows, 6, requires_grad=True)
+    packed = blocks.pack(x, heads)
+    assert packed.shape == (sum(-(-n // 16) for n in LENGTHS), heads, 16, 6 // heads)
+    poisoned = torch.where(blocks.valid[:, None, :, None], packed, torch.nan)
     back = blocks.unpack(poisoned)
     torch.testing.assert_close(back, x)
     (grad,) = torch.autograd.grad(back.square().sum(), x)
@@ -144,9 +145,8 @@ def test_blocks_round_trip_with_poisoned_padding():
 
 
 def test_blocks_of_nothing():
-    layout = layout_of([0, 0])
-    blocks = Blocks(layout, 16)
-    x = torch.randn(0, 3, requires_grad=True)
-    out = blocks.unpack(blocks.pack(x))
-    assert out.shape == (0, 3)
+    blocks = Blocks(layout_of([0, 0]), 16)
+    x = torch.randn(0, 4, requires_grad=True)
+    out = blocks.unpack(blocks.pack(x, 2))
+    assert out.shape == (0, 4)
     out.sum().backward()

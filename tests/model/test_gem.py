@@ -107,7 +107,8 @@ def test_without_sequences_history_is_not_read():
 
 def test_candidate_and_history_share_a_table():
     names = [n for n, _ in make().embeddings.named_parameters()]
-    assert sum("items" in n for n in names) == 1, names
+    assert sum("table_items." in n for n in names) == 1, names
+    assert not any("bags" in n and "items" in n for n in names), names
 
 
 @pytest.mark.parametrize("lengths", [[0, 0], [1, 0], [300, 0]], ids=str)
