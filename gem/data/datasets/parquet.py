@@ -1,6 +1,7 @@
 """Parquet files that are there already."""
 
 import glob
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ class ParquetFiles:
             raise ValueError(
                 "data.dataset.path is not set; give a folder, a file, a glob pattern, or a list"
             )
-        paths = [self.path] if isinstance(self.path, str | Path) else self.path
-        if not paths or any(not isinstance(path, str | Path) for path in paths):
+        single = isinstance(self.path, str | Path) or not isinstance(self.path, Sequence)
+        paths = [self.path] if single else list(self.path)
+        if not paths or not all(isinstance(path, str | Path) and str(path) for path in paths):
             raise ValueError(
                 f"data.dataset.path={self.path!r}; it must be a folder, a file, a glob pattern, or "
                 "a list of these"

@@ -1,7 +1,7 @@
 """The default data set: a world that is made up, with the true probabilities beside the labels."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +69,7 @@ class Synthetic:
                 raise ValueError(
                     f"data.dataset.{name}={value}; it must be an integer of at least {least}"
                 )
-        if not 0.01 <= self.density <= 0.9:
+        if not isinstance(self.density, int | float) or not 0.01 <= self.density <= 0.9:
             raise ValueError(f"data.dataset.density={self.density}; it must be in 0.01 .. 0.9")
 
     def prepare(self) -> list[str]:
@@ -78,23 +78,7 @@ class Synthetic:
 
     def _write(self, directory: Path) -> None:
         rng = np.random.default_rng(self.seed)
-        world = make_world(
-            rng,
-            num_rows=self.num_rows,
-            num_users=self.num_users,
-            num_items=self.num_items,
-            mean_length=self.density * self.max_length,
-            max_length=self.max_length,
-            days=self.days,
-            history_days=self.history_days,
-        )
-        parts = [terms(world, rows, *seen) for rows, *seen in self._histories(world)]
-        all_terms = Terms(
-            **{
-                name: np.concatenate([getattr(part, name) for part in parts])
-                for name in Terms.__dataclass_fields__
-            }
-        )
+        world, all_terms = make_terms(self, rng)
         click_logit, conversion_logit = all_terms.click(), all_terms.conversion()
         click = sigmoid(click_logit + bias_for(click_logit, CLICK_RATE))
         conversion = sigmoid(
@@ -103,7 +87,7 @@ class Synthetic:
         clicked = rng.random(self.num_rows) < click
         converted = rng.random(self.num_rows) < conversion
         writer = None
-        for rows, browse, orders in self._histories(world):
+        for rows, browse, orders in _histories(self, world):
             table = pa.table(
                 {
                     **_row_columns(world, rows),
@@ -125,19 +109,41 @@ class Synthetic:
             writer.write_table(table)
         writer.close()
 
-    def _histories(self, world: World) -> Iterator[tuple[slice, History, History]]:
-        """Row group by row group: which rows, and their events in both sequences."""
-        shown = world.impressions
-        for start in range(0, self.num_rows, _GROUP_ROWS):
-            rows = slice(start, min(start + _GROUP_ROWS, self.num_rows))
-            user, time = shown.user[rows], shown.time[rows]
-            yield (
-                rows,
-                histories(
-                    *world.browse.before(user, time), world.browse.time, time, self.max_length
-                ),
-                histories(*world.orders.before(user, time), world.orders.time, time, _ORDERS),
-            )
+
+def make_terms(dataset: Synthetic, rng: np.random.Generator | None = None) -> tuple[World, Terms]:
+    """A data set's world, and what makes the users of its rows click."""
+    world = make_world(
+        np.random.default_rng(dataset.seed) if rng is None else rng,
+        num_rows=dataset.num_rows,
+        num_users=dataset.num_users,
+        num_items=dataset.num_items,
+        mean_length=dataset.density * dataset.max_length,
+        max_length=dataset.max_length,
+        days=dataset.days,
+        history_days=dataset.history_days,
+    )
+    parts = [terms(world, rows, *seen) for rows, *seen in _histories(dataset, world)]
+    return world, Terms(
+        **{
+            field.name: np.concatenate([getattr(part, field.name) for part in parts])
+            for field in fields(Terms)
+        }
+    )
+
+
+def _histories(dataset: Synthetic, world: World) -> Iterator[tuple[slice, History, History]]:
+    """Row group by row group: which rows, and their events in both sequences."""
+    shown = world.impressions
+    for start in range(0, dataset.num_rows, _GROUP_ROWS):
+        rows = slice(start, min(start + _GROUP_ROWS, dataset.num_rows))
+        user, time = shown.user[rows], shown.time[rows]
+        yield (
+            rows,
+            histories(
+                *world.browse.before(user, time), world.browse.time, time, dataset.max_length
+            ),
+            histories(*world.orders.before(user, time), world.orders.time, time, _ORDERS),
+        )
 
 
 def _row_columns(world: World, rows: slice) -> dict[str, pa.Array]:
