@@ -88,8 +88,9 @@ def shard(model: nn.Module, optim: OptimConfig, ranks: Ranks) -> DistributedMode
 def lookups(model: nn.Module) -> Iterator[Tables]:
     """The fbgemm modules that hold this rank's tables."""
     for module in model.modules():
-        if isinstance(module, Tables):
-            yield module
+        # A sharded collection keeps its look-ups in a list, out of `modules()`.
+        for lookup in getattr(module, "_lookups", ()):
+            yield from (part for part in lookup.modules() if isinstance(part, Tables))
 
 
 def on_table_gradient(model: nn.Module, hook: Callable[[Tensor], Tensor | None]) -> None:
