@@ -7,7 +7,8 @@ that happened a_j days before the impression:
     loyalty   = sum over browse events of brand b of     V[k_j] * exp(-a_j / S[k_j])
     satiation = sum over purchases of category c of      exp(-a_j / 4)
     click     = bias + quality_i + context + age bucket x device - 0.25 * sensitivity_u * log p'
-                + A * log(1 + interest) + B * log(1 + loyalty) - P * min(satiation, 2)
+                + 3.5 * (1 - exp(-interest)) + 1.2 * (1 - exp(-loyalty))
+                - 1.6 * min(satiation, 2)
     conversion (given click) = bias' + 1.6 * log(1 + wanted) - 0.6 * sensitivity_u * log p' + bucket
 
 where p' is the price over the median and `wanted` counts carts and clicks of the same brand and
@@ -30,8 +31,8 @@ LOYALTY_WEIGHT = np.array([0.3, 1.0, 2.0])
 LOYALTY_DAYS = np.array([0.25, 1.0, 4.0])
 SATIATION_DAYS = 4.0
 
-INTEREST_GAIN = 1.75
-LOYALTY_GAIN = 0.9
+INTEREST_GAIN = 3.5
+LOYALTY_GAIN = 1.2
 SATIATION_GAIN = 1.6
 
 _HOUR = 0.25 * np.sin(2 * np.pi * (np.arange(24) - 14) / 24)
@@ -85,8 +86,8 @@ class Terms:
         """The click logit without its bias."""
         return (
             self.static
-            + INTEREST_GAIN * np.log1p(self.interest)
-            + LOYALTY_GAIN * np.log1p(self.loyalty)
+            - INTEREST_GAIN * np.expm1(-self.interest)
+            - LOYALTY_GAIN * np.expm1(-self.loyalty)
             - SATIATION_GAIN * np.minimum(self.satiation, 2)
         )
 

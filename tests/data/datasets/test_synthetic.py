@@ -145,7 +145,7 @@ def test_the_truth_is_in_which_events_and_when(tmp_path):
         found = entropy(p[~half], model.predict_proba(x[~half])[:, 1])
         return (base - found) / (base - entropy(p[~half], p[~half]))
 
-    events = [np.log1p(terms.interest), np.log1p(terms.loyalty), np.minimum(terms.satiation, 2)]
+    events = [np.exp(-terms.interest), np.exp(-terms.loyalty), np.minimum(terms.satiation, 2)]
     counts = [np.log1p(count) for count in matching_counts(world)]
     assert gain(terms.static, *events) > 0.93
     assert gain(terms.static) < 0.3
