@@ -2,7 +2,7 @@
 
 from gem.attention.functional import broadcast_attention, jagged_attention
 from gem.attention.layout import JaggedLayout
-from gem.attention.module import BroadcastAttention, JaggedAttention
+from gem.attention.module import BroadcastAttention, JaggedAttention, apply_sink
 from gem.attention.rotary import apply_rotary, rotary_angles
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "JaggedAttention",
     "JaggedLayout",
     "apply_rotary",
+    "apply_sink",
     "broadcast_attention",
     "jagged_attention",
     "rotary_angles",

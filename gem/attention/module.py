@@ -226,6 +226,9 @@ class BroadcastAttention(_Heads):
         num_heads: query heads.
         num_queries: number of learned queries; None for none, then `forward` needs `queries`.
         num_kv_heads, head_dim, qk_norm, bias: as in `JaggedAttention`.
+        sink: give each head a learned logit that takes its share of the softmax and adds nothing
+            (attention sinks, as in arXiv 2508.10925, section 2). A query that finds nothing may
+            then return little, and a sample's output grows with how much there is to find.
         backend, deterministic: as in `broadcast_attention`.
 
     Raises:
@@ -242,6 +245,7 @@ class BroadcastAttention(_Heads):
         head_dim: int | None = None,
         qk_norm: bool = False,
         bias: bool = False,
+        sink: bool = False,
         backend: str = "auto",
         deterministic: bool = False,
         device: torch.device | str | None = None,
@@ -268,6 +272,9 @@ class BroadcastAttention(_Heads):
                 torch.empty(num_queries, d_model, device=device, dtype=dtype)
             )
             nn.init.normal_(self.queries)
+        self.sink = None
+        if sink:
+            self.sink = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, layout: JaggedLayout, queries: Tensor | None = None) -> Tensor:
         """Reads each sample with every query.
@@ -290,15 +297,33 @@ class BroadcastAttention(_Heads):
             raise ValueError("queries must be given, since this module has no learned ones")
         self._check_rows(queries, "queries", self.d_model)
         k, v = self._keys_values(x)
-        out = functional.broadcast_attention(
+        out, lse = functional.broadcast_attention(
             self._queries(queries),
             k,
             v,
             layout,
+            return_lse=True,
             backend=self.backend,
             deterministic=self.deterministic,
         )
+        if self.sink is not None:
+            out = apply_sink(out, lse, self.sink)
         return self.out_proj(out.flatten(2))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, num_queries={self.num_queries}"
+
+
+def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Attention with one more key per head whose logit is learned and whose value is 0.
+
+    `sum_j e^s_j v_j / (e^sink + sum_j e^s_j)`, from the output and log-sum-exp without it.
+
+    Args:
+        out: `[..., heads, dim]`. lse: `[..., heads]`, -inf where nothing was seen.
+        sink: `[heads]`.
+
+    Returns:
+        as out.
+    """
+    return out * torch.sigmoid(lse - sink).unsqueeze(-1).to(out.dtype)

@@ -107,6 +107,7 @@ class Task:
         given: another task: only rows where that one is 1 count (conversion given click).
             The label may be null elsewhere.
         loss_weight: weight of the task's loss.
+        prior: roughly the rate of positives, where predictions start.
         probability: a column with the true probability, where data is synthetic; it lets a run
             print the oracle's metrics beside the model's.
     """
@@ -115,7 +116,12 @@ class Task:
     column: str | None = None
     given: str | None = None
     loss_weight: float = 1.0
+    prior: float = 0.5
     probability: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prior, float) and not 0 < self.prior < 1:
+            raise ValueError(f"task '{self.name}' has prior {self.prior}; it must be in (0, 1)")
 
 
 @dataclass

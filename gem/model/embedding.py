@@ -18,18 +18,19 @@ from torchrec import (
 
 from gem.data import Batch, Schema
 from gem.data.schema import Pooling, SequenceFeature
-from gem.model.layers import mlp
+from gem.model.layers import Gate, mlp
 
 
 class Embeddings(nn.Module):
-    """Looks up every id of a batch, in one EmbeddingBagCollection and one EmbeddingCollection.
+    """Every id of a batch as a token, from an EmbeddingBagCollection and an EmbeddingCollection.
 
     A table that no sequence uses is pooled while it is read. A table that a sequence uses lives in
     the EmbeddingCollection alone, so that an event and the candidate share its rows; sparse
-    features on it are pooled after the look-up.
+    features on it are pooled after the look-up. Each table has one projection to D, so that an
+    event's category and the candidate's are the same vector wherever they meet.
 
     Args:
-        schema: the features. dim: E, the width of every table.
+        schema: the features. dim: E, the width of every table. width: D.
         sequences: those in use; the fields of others get no table.
         device: where tables are made; `meta` makes none.
     """
@@ -38,6 +39,7 @@ class Embeddings(nn.Module):
         self,
         schema: Schema,
         dim: int,
+        width: int,
         sequences: list[SequenceFeature],
         device: torch.device | None = None,
     ) -> None:
@@ -88,20 +90,29 @@ class Embeddings(nn.Module):
                 ],
                 device=device,
             )
-        self._init_tables()
+        self.table_of = {
+            name: module_name(schema.table_of(name, feature)) for name, feature in features.items()
+        }
+        self.project = nn.ParameterDict(
+            {table: torch.empty(width, dim) for table in dict.fromkeys(self.table_of.values())}
+        )
+        self._init_weights()
 
-    def _init_tables(self) -> None:
-        """Rows of root-mean-square length 1: the dot product of equal ids starts near 1."""
-        for table in self.parameters():
-            if not table.is_meta:
-                nn.init.normal_(table, std=self.dim**-0.5)
+    def _init_weights(self) -> None:
+        """Tokens start at root-mean-square 1, so that those of equal ids have product D."""
+        for weight in self.project.values():
+            nn.init.orthogonal_(weight, gain=max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5)
+        for module in (self.bags, self.events):
+            for table in module.parameters() if module is not None else ():
+                if not table.is_meta:
+                    nn.init.normal_(table)
 
-    def forward(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
+    def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Looks up a batch.
 
         Returns:
-            pooled: by sparse feature, [B, E].
-            events: by sequence, one [rows, E] per field.
+            features: [B, sparse features, D].
+            events: by sequence, [rows, D], the sum of its fields' tokens.
         """
         pooled: dict[str, Tensor] = {}
         rows: dict[str, JaggedTensor] = {}
@@ -115,10 +126,19 @@ class Embeddings(nn.Module):
             rows = _ready(self.events(KeyedJaggedTensor.concat(inputs)))
         for feature in (self.sparse[i] for i in self.after):
             pooled[feature.name] = pool(rows[feature.name], feature.pooling)
+        features = [self._token([pooled[f.name]], [f.name]) for f in self.sparse]
         events = {
-            name: [rows[field].values() for field in fields] for name, fields in self.fields.items()
+            name: self._token([rows[field].values() for field in fields], fields)
+            for name, fields in self.fields.items()
         }
-        return pooled, events
+        width = next(iter(self.project.values())).shape[0] if self.project else 0
+        empty = batch.dense.new_zeros(batch.batch_size, 0, width)
+        return torch.stack(features, dim=1) if features else empty, events
+
+    def _token(self, values: list[Tensor], names: list[str]) -> Tensor:
+        """Sum of each value [n, E] times the projection of its table: [n, D]."""
+        weights = [self.project[self.table_of[name]] for name in names]
+        return F.linear(torch.cat(values, dim=1), torch.cat(weights, dim=1))
 
 
 def module_name(table: str) -> str:
@@ -162,21 +182,19 @@ class FeatureTokens(nn.Module):
     forgets how many events there were.
 
     Args:
-        schema: the features. dim: E. width: D. lengths: names of the sequences whose lengths count.
+        schema: the features. width: D. lengths: names of the sequences whose lengths count.
     """
 
-    def __init__(self, schema: Schema, dim: int, width: int, lengths: list[str]) -> None:
+    def __init__(self, schema: Schema, width: int, lengths: list[str]) -> None:
         super().__init__()
-        self.names = [feature.name for feature in schema.sparse]
         self.lengths = lengths
-        self.tokens = len(self.names) + 1
+        self.tokens = len(schema.sparse) + 1
         dense = len(schema.dense) + len(lengths)
         self.dense = mlp([max(dense, 1), width, width])
-        self.project = nn.Linear(dim, width, bias=False) if dim != width else nn.Identity()
         self.bias = nn.Parameter(torch.randn(self.tokens, width) * 0.1)
 
-    def forward(self, batch: Batch, pooled: dict[str, Tensor]) -> Tensor:
-        """-> [B, tokens, D]."""
+    def forward(self, batch: Batch, sparse: Tensor) -> Tensor:
+        """sparse [B, sparse features, D] -> [B, tokens, D]."""
         lengths = [
             batch.sequences[name].layout.offsets.diff().unsqueeze(1).float().log1p()
             for name in self.lengths
@@ -184,11 +202,7 @@ class FeatureTokens(nn.Module):
         dense = torch.cat([batch.dense, *lengths], dim=1)
         if dense.shape[1] == 0:
             dense = dense.new_ones(batch.batch_size, 1)
-        tokens = [self.dense(dense).unsqueeze(1)]
-        if self.names:
-            sparse = torch.stack([pooled[name] for name in self.names], dim=1)
-            tokens.append(self.project(sparse))
-        return torch.cat(tokens, dim=1) + self.bias
+        return torch.cat([self.dense(dense).unsqueeze(1), sparse], dim=1) + self.bias
 
 
 AGE_UNIT = 60.0
@@ -209,22 +223,19 @@ def age_basis(age: Tensor) -> Tensor:
 class EventTokens(nn.Module):
     """S: each event's fields, dense values and age as one token.
 
-    Concat, MaskNet, linear (InterFormer eq. 6, where it merges sequences): the fields are gated by
-    `MLP_mask` of the whole event before `MLP_lce` brings them to D.
+    The fields' tokens and a linear map of age and dense values are added, then gated by the whole
+    event as MaskNet does (InterFormer eq. 6): `S * 2 sigmoid(MLP_mask(S))`.
 
     Args:
-        sequence: the feature. dim: E. width: D.
+        sequence: the feature. width: D.
     """
 
-    def __init__(self, sequence: SequenceFeature, dim: int, width: int) -> None:
+    def __init__(self, sequence: SequenceFeature, width: int) -> None:
         super().__init__()
-        self.fields = nn.Linear(len(sequence.fields) * dim, width, bias=False)
-        context = AGE_KNOTS + len(sequence.dense)
-        self.context = nn.Linear(context, width)
-        self.mask = nn.Linear(width, width)
+        self.context = nn.Linear(AGE_KNOTS + len(sequence.dense), width)
+        self.gate = Gate(width)
 
-    def forward(self, fields: list[Tensor], age: Tensor, dense: Tensor) -> Tensor:
-        """fields each [rows, E], age [rows], dense [rows, n] -> [rows, D]."""
+    def forward(self, fields: Tensor, age: Tensor, dense: Tensor) -> Tensor:
+        """fields [rows, D], age [rows], dense [rows, n] -> [rows, D]."""
         context = self.context(torch.cat([age_basis(age), dense], dim=1))
-        token = self.fields(torch.cat(fields, dim=1)) + context
-        return token * (2 * torch.sigmoid(self.mask(token)))
+        return self.gate(fields + context)

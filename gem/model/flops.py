@@ -6,6 +6,7 @@ through, so that no padding and no skipped tile flatters the figure.
 
 from torch import Tensor, nn
 
+from gem.config import ModelConfig
 from gem.model.interformer import InterFormerLayer, SequenceSummary, WeightGeneration
 from gem.model.layers import TokenLinear
 from gem.model.pooling import HSP
@@ -42,22 +43,22 @@ def model_flops(model: nn.Module, lengths: dict[str, Tensor], batch_size: int) -
     config = model.config
     width = config.d_model
     total = dict.fromkeys(("embedding", "attention", "sequence", "interaction", "heads"), 0.0)
-    features = model.feature_tokens
-    projected = len(features.names) * linear_flops(features.project)
-    total["embedding"] += batch_size * (linear_flops(features.dense) + projected)
+    projection = 2 * config.embedding_dim * width
+    sparse, layouts = model.feature_tokens.tokens - 1, []
+    total["embedding"] += batch_size * sparse * projection
+    total["embedding"] += batch_size * linear_flops(model.feature_tokens.dense)
     total["heads"] += batch_size * linear_flops(model.heads)
-
-    layouts = []  # of each sequence with its CLS tokens
     for feature, tokens in zip(model.sequences, model.event_tokens, strict=True):
         events = lengths[feature.name]
-        total["embedding"] += int(events.sum()) * linear_flops(tokens)
-        layouts.append(events + config.cls_tokens)
+        per_event = len(feature.fields) * projection + linear_flops(tokens)
+        total["embedding"] += int(events.sum()) * per_event
+        layouts.append(events)
     if model.cls is not None:
         total["interaction"] += batch_size * _generation(model.cls, width)
     for layer in model.layers:
-        _add_layer(total, layer, layouts, batch_size, width)
+        _add_layer(total, layer, layouts, batch_size, config)
     for summary, events in zip(model.final, layouts, strict=True):
-        _add_summary(total, summary, events, batch_size, width)
+        _add_summary(total, summary, events, batch_size, config)
     return total
 
 
@@ -80,14 +81,15 @@ def _add_layer(
     layer: InterFormerLayer,
     layouts: list[Tensor],
     batch_size: int,
-    width: int,
+    config: ModelConfig,
 ) -> None:
+    width = config.d_model
     total["interaction"] += batch_size * _wukong(layer.interaction, width)
     if layer.generation is not None:
         total["interaction"] += batch_size * _generation(layer.generation, width)
     for summary, block, events in zip(layer.summaries, layer.sequences, layouts, strict=True):
-        _add_summary(total, summary, events, batch_size, width)
-        _add_block(total, block, events, batch_size, width)
+        _add_summary(total, summary, events, batch_size, config)
+        _add_block(total, block, events, batch_size, config)
 
 
 def _wukong(layer: WukongLayer, width: int) -> int:
@@ -98,9 +100,13 @@ def _wukong(layer: WukongLayer, width: int) -> int:
 
 
 def _add_summary(
-    total: dict[str, float], summary: SequenceSummary, events: Tensor, batch_size: int, width: int
+    total: dict[str, float],
+    summary: SequenceSummary,
+    events: Tensor,
+    batch_size: int,
+    config: ModelConfig,
 ) -> None:
-    rows = int(events.sum())
+    rows, width = int(events.sum()), config.d_model
     pool = summary.pool
     queries = tokens = pool.queries
     if isinstance(pool, HSP):
@@ -110,18 +116,22 @@ def _add_summary(
     total["attention"] += 4 * queries * width * rows
     total["sequence"] += 4 * width * width * rows  # keys and values
     total["sequence"] += 2 * width * width * queries * (batch_size + 1)  # output, queries
-    gated = batch_size * (tokens + summary.tail)
+    gated = batch_size * (config.cls_tokens + summary.recent + tokens)
     total["sequence"] += gated * linear_flops(summary.gate)
 
 
 def _add_block(
-    total: dict[str, float], block: SequenceBlock, events: Tensor, batch_size: int, width: int
+    total: dict[str, float],
+    block: SequenceBlock,
+    events: Tensor,
+    batch_size: int,
+    config: ModelConfig,
 ) -> None:
-    rows = int(events.sum())
+    rows, cls, width = int(events.sum()), batch_size * config.cls_tokens, config.d_model
     if (gdpa := block.feed_forward) is not None:
         generated = _token_linear(gdpa.tokens, width) + gdpa.keys * linear_flops(gdpa.weights)
-        total["sequence"] += 4 * gdpa.keys * width * rows + batch_size * generated
+        total["sequence"] += 4 * gdpa.keys * width * (rows + cls) + batch_size * generated
     if (attention := block.attention) is not None:
         pairs = visible_pairs(events, attention.left, attention.right)
-        total["attention"] += 4 * width * pairs
-        total["sequence"] += 8 * width * width * rows
+        total["attention"] += 4 * width * (pairs + rows * config.cls_tokens)
+        total["sequence"] += width * width * (8 * rows + 4 * cls)

@@ -7,7 +7,7 @@
 import torch
 from torch import Tensor, nn
 
-from gem.attention import rotary_angles
+from gem.attention import JaggedLayout, rotary_angles
 from gem.config import ModelConfig, PoolingConfig, PoolingKind
 from gem.data import Batch, JaggedSequence, Schema
 from gem.model.embedding import Embeddings, EventTokens, FeatureTokens
@@ -15,13 +15,12 @@ from gem.model.flops import model_flops
 from gem.model.heads import TaskHeads
 from gem.model.interformer import (
     InterFormerLayer,
-    SequenceState,
     SequenceSummary,
     WeightGeneration,
 )
-from gem.model.jagged import Appended, Blocks
+from gem.model.jagged import Blocks, distance_from_end
 from gem.model.pooling import HSP, PMA
-from gem.model.sequence import GDPA, SelfAttentionBlock, SequenceBlock
+from gem.model.sequence import GDPA, SequenceAttention, SequenceBlock, SequenceState
 from gem.model.wukong import WukongLayer
 
 BLOCK = 64
@@ -51,9 +50,9 @@ class Gem(nn.Module):
         self.sequences = list(schema.sequences) if config.use_sequences else []
         kernel = {"backend": backend, "deterministic": deterministic}
         width, dim = config.d_model, config.embedding_dim
-        self.embeddings = Embeddings(schema, dim, self.sequences, device)
-        self.feature_tokens = FeatureTokens(schema, dim, width, [s.name for s in self.sequences])
-        self.event_tokens = nn.ModuleList(EventTokens(s, dim, width) for s in self.sequences)
+        self.embeddings = Embeddings(schema, dim, width, self.sequences, device)
+        self.feature_tokens = FeatureTokens(schema, width, [s.name for s in self.sequences])
+        self.event_tokens = nn.ModuleList(EventTokens(s, width) for s in self.sequences)
         tokens = self.feature_tokens.tokens
         has_cls = self.sequences and config.cls_tokens
         self.cls = WeightGeneration(tokens, config.cls_tokens, width) if has_cls else None
@@ -64,14 +63,13 @@ class Gem(nn.Module):
             self.layers.append(self._layer(index, tokens, summary, kernel))
             tokens = config.wukong.fmb + config.wukong.lcb
         self.final = nn.ModuleList(self._summary(kernel) for _ in self.sequences)
-        self.heads = TaskHeads(
-            len(schema.tasks), tokens + summary, width, config.head_mlp, config.dropout
-        )
+        priors = [task.prior for task in schema.tasks]
+        self.heads = TaskHeads(priors, tokens + summary, width, config.head_mlp, config.dropout)
 
     def _summary(self, kernel: dict) -> SequenceSummary:
         c, width = self.config.pooling, self.config.d_model
         pool = make_pool(c, width, self.config.heads, kernel)
-        return SequenceSummary(pool, width, self.config.cls_tokens, c.recent)
+        return SequenceSummary(pool, width, c.recent)
 
     def _layer(self, index: int, tokens: int, summary: int, kernel: dict) -> InterFormerLayer:
         c, width = self.config, self.config.d_model
@@ -81,12 +79,11 @@ class Gem(nn.Module):
         # CompSkip (Kunlun): even layers have the feed-forward alone, odd ones attention alone.
         has_ffn = not c.comp_skip or index % 2 == 0
         has_attention = not c.comp_skip or index % 2 == 1
+        seen = {"window": c.window, "causal": c.causal, "cls": c.cls_tokens > 0}
         blocks = [
             SequenceBlock(
                 GDPA(width, c.heads, c.summary_tokens, c.ffn_tokens) if has_ffn else None,
-                SelfAttentionBlock(width, c.heads, window=c.window, causal=c.causal, **kernel)
-                if has_attention
-                else None,
+                SequenceAttention(width, c.heads, **seen, **kernel) if has_attention else None,
             )
             for _ in self.sequences
         ]
@@ -97,15 +94,17 @@ class Gem(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """batch of B rows -> float32 logits [B, tasks], in the schema's order of tasks."""
-        pooled, events = self.embeddings(batch)
-        x = self.feature_tokens(batch, pooled)
+        sparse, events = self.embeddings(batch)
+        x = self.feature_tokens(batch, sparse)
         states = []
         if self.sequences:
             cls = x.new_zeros(len(x), 0, x.shape[2]) if self.cls is None else self.cls(x)
+            lengths = torch.full((len(x),), cls.shape[1])
+            cls_layout = JaggedLayout.from_lengths(lengths, x.device)
             for feature, tokens in zip(self.sequences, self.event_tokens, strict=True):
                 sequence = batch.sequences[feature.name]
                 s = tokens(events[feature.name], sequence.age, sequence.dense)
-                states.append(self._start(sequence, s, cls))
+                states.append(self._start(sequence, s, cls, cls_layout))
         for layer in self.layers:
             x, states = layer(x, states)
         summary = [head(state) for head, state in zip(self.final, states, strict=True)]
@@ -115,20 +114,15 @@ class Gem(nn.Module):
         """Forward FLOPs of a batch by part; see `gem.model.flops.model_flops`."""
         return model_flops(self, lengths, batch_size)
 
-    def _start(self, sequence: JaggedSequence, s: Tensor, cls: Tensor) -> SequenceState:
-        """Puts CLS tokens behind the events and makes what all layers reuse."""
-        place = Appended(sequence.layout, self.config.cls_tokens)
-        rotary = None
+    def _start(
+        self, sequence: JaggedSequence, s: Tensor, cls: Tensor, cls_layout: JaggedLayout
+    ) -> SequenceState:
+        """Makes what all layers reuse."""
+        layout, rotary = sequence.layout, None
         if self.config.rotary:
-            age = place.join(sequence.age, cls.new_zeros(cls.shape[:2], dtype=sequence.age.dtype))
             head_dim = self.config.d_model // self.config.heads
-            rotary = position_and_time_rotary(place.position, age, head_dim)
-        return SequenceState(
-            s=place.join(s, cls.to(s.dtype)),
-            place=place,
-            blocks=Blocks(place.layout, BLOCK),
-            rotary=rotary,
-        )
+            rotary = position_and_time_rotary(distance_from_end(layout), sequence.age, head_dim)
+        return SequenceState(s, cls, layout, cls_layout, Blocks(layout, BLOCK), rotary)
 
 
 def summary_size(config: ModelConfig) -> int:

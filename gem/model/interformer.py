@@ -4,37 +4,13 @@ sequence side by side, both reading the layer's summaries.
 Shapes: B batch, N feature tokens, D width.
 """
 
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor, nn
 
-from gem.attention import JaggedLayout
-from gem.model.jagged import Appended, Blocks
+from gem.model.jagged import last_rows
 from gem.model.layers import Gate, TokenLinear
-from gem.model.sequence import SequenceBlock
+from gem.model.sequence import SequenceBlock, SequenceState
 from gem.model.wukong import WukongLayer
-
-
-@dataclass(frozen=True)
-class SequenceState:
-    """A sequence on its way through the layers, with what all layers reuse.
-
-    Attributes:
-        s: [rows, D] events and, at each sample's end, its CLS tokens.
-        place: where CLS tokens and events lie.
-        blocks: the same rows in blocks, for products with per-sample weights.
-        rotary: (cos, sin), each [rows, d / 2], or None.
-    """
-
-    s: Tensor
-    place: Appended
-    blocks: Blocks
-    rotary: tuple[Tensor, Tensor] | None
-
-    @property
-    def layout(self) -> JaggedLayout:
-        return self.place.layout
 
 
 class WeightGeneration(nn.Module):
@@ -51,23 +27,22 @@ class WeightGeneration(nn.Module):
 
 
 class SequenceSummary(nn.Module):
-    """`S_sum = Gate([S_CLS || S_pool || S_recent])` (eq. 11).
+    """`S_sum = Gate([S_CLS || S_recent || S_pool])` (eq. 11).
 
     Args:
-        pool: PMA or HSP; its tokens see CLS rows and events alike.
-        width: D. cls: CLS tokens at a sample's end. recent: newest events taken as they are.
+        pool: PMA or HSP. width: D. recent: newest events, taken as they are.
     """
 
-    def __init__(self, pool: nn.Module, width: int, cls: int, recent: int) -> None:
+    def __init__(self, pool: nn.Module, width: int, recent: int) -> None:
         super().__init__()
-        self.pool, self.tail = pool, cls + recent
+        self.pool, self.recent = pool, recent
         self.norm = nn.LayerNorm(width)
         self.gate = Gate(width)
 
     def forward(self, state: SequenceState) -> Tensor:
-        """-> [B, cls + pooled + recent, D]."""
-        tail = state.place.last(state.s, self.tail)
-        tokens = torch.cat([tail, self.pool(state.s, state.layout)], dim=1)
+        """-> [B, cls + recent + pooled, D]."""
+        recent = last_rows(state.s, state.layout, self.recent)
+        tokens = torch.cat([state.cls, recent, self.pool(state.s, state.layout)], dim=1)
         return self.gate(self.norm(tokens))
 
 
@@ -99,8 +74,5 @@ class InterFormerLayer(nn.Module):
         """x [B, N, D] and a state per sequence -> X' [B, M, D] and the new states."""
         summary = [summarise(s) for summarise, s in zip(self.summaries, states, strict=True)]
         weights = None if self.generation is None else self.generation(x)
-        after = []
-        for block, state in zip(self.sequences, states, strict=True):
-            s = block(state.s, weights, state.layout, state.blocks, state.rotary)
-            after.append(replace(state, s=s))
+        after = [b(state, weights) for b, state in zip(self.sequences, states, strict=True)]
         return self.interaction(torch.cat([x, *summary], dim=1)), after

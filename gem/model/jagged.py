@@ -6,20 +6,6 @@ from torch import Tensor
 from gem.attention import JaggedLayout
 
 
-class _Permute(torch.autograd.Function):
-    """`x[index]` for a permutation: its gradient is a gather too, not a scatter-add."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
-
-
 def sample_of_row(layout: JaggedLayout) -> Tensor:
     """[rows] int64: the sample that each row belongs to."""
     lengths = layout.offsets.diff().long()
@@ -27,46 +13,24 @@ def sample_of_row(layout: JaggedLayout) -> Tensor:
     return torch.repeat_interleave(samples, lengths, output_size=layout.rows)
 
 
-class Appended:
-    """A layout with `n` more rows at the end of every sample: the place of CLS tokens.
+def distance_from_end(layout: JaggedLayout) -> Tensor:
+    """[rows] float32: 1 for a sample's last row, 2 for the one before it, ..."""
+    rows = torch.arange(layout.rows, device=layout.offsets.device)
+    return (layout.offsets[1:].long()[sample_of_row(layout)] - rows).float()
 
-    InterFormer prepends them; under a causal window the last rows are those that see the newest
-    events, so here they follow.
 
-    Attributes:
-        layout: the longer layout, rows = events + n * B.
-        index: [rows] int64, where each row comes from in `cat([events, appended])`.
-        position: [rows] float32, the row's distance from its sample's end (0 for the last).
+def last_rows(x: Tensor, layout: JaggedLayout, count: int) -> Tensor:
+    """The last `count` rows of each sample, last first; zeros where a sample is shorter.
+
+    x [rows, D] -> [B, count, D].
     """
-
-    def __init__(self, events: JaggedLayout, n: int) -> None:
-        self.n = n
-        self.layout = events.prepend(n)
-        device = events.offsets.device
-        sample = sample_of_row(events)
-        row = torch.arange(events.rows, device=device)
-        ends = self.layout.offsets[1:].long()
-        extra = (ends[:, None] - n + torch.arange(n, device=device)).flatten()
-        self._place = torch.cat([row + n * sample, extra])  # from cat([events, extra]) to rows
-        self.index = torch.empty_like(self._place)
-        self.index[self._place] = torch.arange(self._place.numel(), device=device)
-        rows = torch.arange(self._place.numel(), device=device)
-        self.position = (ends[sample_of_row(self.layout)] - 1 - rows).float()
-
-    def join(self, events: Tensor, extra: Tensor) -> Tensor:
-        """events [events, ...], extra [B, n, ...] -> [rows, ...] in the longer layout."""
-        return _Permute.apply(torch.cat([events, extra.flatten(0, 1)]), self.index, self._place)
-
-    def last(self, rows: Tensor, count: int) -> Tensor:
-        """The last `count` rows of each sample, last first; zeros where a sample is shorter.
-
-        rows [rows, D] -> [B, count, D].
-        """
-        offsets = self.layout.offsets.long()
-        index = offsets[1:, None] - 1 - torch.arange(count, device=rows.device)
-        inside = index >= offsets[:-1, None]
-        picked = rows.index_select(0, index.clamp(min=0).flatten())
-        return picked.view(*index.shape, rows.shape[1]) * inside[..., None]
+    offsets = layout.offsets.long()
+    index = offsets[1:, None] - 1 - torch.arange(count, device=x.device)
+    inside = index >= offsets[:-1, None]
+    if layout.rows == 0:
+        return x.new_zeros(*index.shape, x.shape[1])
+    picked = x.index_select(0, index.clamp(min=0).flatten())
+    return picked.view(*index.shape, x.shape[1]) * inside[..., None]
 
 
 class Blocks:

@@ -45,3 +45,17 @@ class Gate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]."""
         return x * (2 * torch.sigmoid(self.linear(x)))
+
+
+def transposed_pair(width: int, inner: int) -> tuple[nn.Linear, nn.Linear]:
+    """Two linear maps, width to inner and back, that start as an orthogonal map and its transpose.
+
+    As attention's value and output projections they let what is read pass unchanged at first, so
+    that pooled events still lie where features on the same table do.
+    """
+    into = nn.Linear(width, inner, bias=False)
+    out = nn.Linear(inner, width, bias=False)
+    with torch.no_grad():
+        nn.init.orthogonal_(into.weight)
+        out.weight.copy_(into.weight.T)
+    return into, out

@@ -7,13 +7,25 @@ import torch
 from torch import Tensor, nn
 
 from gem.attention import BroadcastAttention, JaggedLayout
+from gem.model.layers import transposed_pair
+
+
+def reader(
+    width: int, heads: int, queries: int | None, backend: str, deterministic: bool
+) -> BroadcastAttention:
+    """Broadcast attention with a sink, whose values at first come out as they are."""
+    attention = BroadcastAttention(
+        width, heads, queries, sink=True, backend=backend, deterministic=deterministic
+    )
+    attention.v_proj, attention.out_proj = transposed_pair(width, width)
+    return attention
 
 
 class PMA(nn.Module):
     """Pooling by multi-head attention: `PMA(S) = MHA(Q, S, S)` with T learned queries.
 
     Set Transformer (arXiv 1810.00825, section 3.2); in InterFormer the PMA tokens of eq. 11.
-    An empty sequence gives the output projection of zero.
+    An empty sequence gives 0.
     """
 
     def __init__(
@@ -28,9 +40,7 @@ class PMA(nn.Module):
         super().__init__()
         self.queries = tokens
         self.norm = nn.LayerNorm(width)
-        self.attention = BroadcastAttention(
-            width, heads, tokens, backend=backend, deterministic=deterministic
-        )
+        self.attention = reader(width, heads, tokens, backend, deterministic)
 
     def forward(self, s: Tensor, layout: JaggedLayout) -> Tensor:
         """s [rows, D] -> [B, T, D]."""
@@ -80,9 +90,7 @@ class HSP(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.seed_norm = nn.LayerNorm(width)
         self.seeds = nn.Parameter(torch.randn(seeds, width))
-        self.attention = BroadcastAttention(
-            width, heads, None, backend=backend, deterministic=deterministic
-        )
+        self.attention = reader(width, heads, None, backend, deterministic)
         self.compress = SumKronLinear(seeds, tokens, width, rank)
 
     def forward(self, s: Tensor, layout: JaggedLayout) -> Tensor:

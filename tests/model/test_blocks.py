@@ -5,10 +5,10 @@ import torch
 from torch.nn import functional as F
 
 from gem.attention import JaggedLayout
-from gem.model.jagged import Appended, Blocks
+from gem.model.jagged import Blocks, distance_from_end, last_rows
 from gem.model.layers import Gate
 from gem.model.pooling import HSP, PMA, SumKronLinear
-from gem.model.sequence import GDPA
+from gem.model.sequence import GDPA, SequenceAttention, SequenceState
 from gem.model.wukong import FactorizationMachineBlock, WukongLayer
 
 LENGTHS = [0, 3, 1, 0, 70, 64, 5, 0]
@@ -49,40 +49,103 @@ def test_sum_kron_linear_is_a_sum_of_kronecker_products():
     torch.testing.assert_close(module(x), expected)
 
 
-def gdpa_by_sample(module: GDPA, s, summary, layout):
-    """`S' = S + RMSNorm(act(scale q K^T) V + q)` one sample and one head at a time."""
-    width, heads = s.shape[1], module.heads
-    out = []
-    for i in range(layout.batch_size):
-        rows = s[layout.offsets[i] : layout.offsets[i + 1]]
-        q = F.layer_norm(rows, (width,))
-        k, v = module.weights(module.tokens(summary[i : i + 1]))[0].chunk(2, dim=-1)
-        k, v = k + module.key_bias, v + module.value_bias
-        parts = []
-        for h in range(heads):
-            d = slice(h * width // heads, (h + 1) * width // heads)
-            parts.append(F.silu(module.scale * q[:, d] @ k[:, d].T) @ v[:, d])
-        out.append(rows + F.rms_norm(torch.cat(parts, dim=1) + q, (width,)))
-    return torch.cat(out)
+def state_of(lengths: list[int], width: int, cls: int, rotary=None) -> SequenceState:
+    layout = layout_of(lengths)
+    make = {"dtype": torch.float64, "requires_grad": True}
+    return SequenceState(
+        s=torch.randn(layout.rows, width, **make),
+        cls=torch.randn(len(lengths), cls, width, **make),
+        layout=layout,
+        cls_layout=layout_of([cls] * len(lengths)),
+        blocks=Blocks(layout, 16),
+        rotary=rotary,
+    )
 
 
-def test_gdpa_matches_the_loop_with_every_gradient():
+def rows_of(state: SequenceState, i: int) -> torch.Tensor:
+    return state.s[state.layout.offsets[i] : state.layout.offsets[i + 1]]
+
+
+def gdpa_of_sample(module: GDPA, rows, summary):
+    """`S' = S + RMSNorm(act(scale q K^T) V + q)`, head by head."""
+    width = rows.shape[1]
+    q = F.layer_norm(rows, (width,))
+    k, v = module.weights(module.tokens.weight @ summary).chunk(2, dim=-1)
+    k, v = k + module.key_bias, v + module.value_bias
+    parts = []
+    for h in range(module.heads):
+        d = slice(h * width // module.heads, (h + 1) * width // module.heads)
+        parts.append(F.silu(module.scale * q[:, d] @ k[:, d].T) @ v[:, d])
+    return rows + F.rms_norm(torch.cat(parts, dim=1) + q, (width,))
+
+
+@pytest.mark.parametrize("cls", [0, 2])
+def test_gdpa_matches_the_loop_with_every_gradient(cls):
     torch.manual_seed(0)
-    layout = layout_of(LENGTHS)
-    module = GDPA(8, 2, 3, 5, block=16).double()
-    inputs = [
-        torch.randn(layout.rows, 8, dtype=torch.float64, requires_grad=True),
-        torch.randn(len(LENGTHS), 3, 8, dtype=torch.float64, requires_grad=True),
+    state = state_of(LENGTHS, width=8, cls=cls)
+    module = GDPA(8, 2, 3, 5).double()
+    summary = torch.randn(len(LENGTHS), 3, 8, dtype=torch.float64, requires_grad=True)
+    after = module(state, summary)
+    samples = range(len(LENGTHS))
+    wanted = [
+        torch.cat([gdpa_of_sample(module, rows_of(state, i), summary[i]) for i in samples]),
+        torch.stack([gdpa_of_sample(module, state.cls[i], summary[i]) for i in samples]),
     ]
-    weights = torch.randn(layout.rows, 8, dtype=torch.float64)
-    wanted = gdpa_by_sample(module, *inputs, layout)
-    got = module(*inputs, Blocks(layout, 16))
+    compare_with_gradients(
+        [after.s, after.cls], wanted, [state.s, state.cls, summary, *module.parameters()]
+    )
+
+
+def compare_with_gradients(got, wanted, leaves):
     torch.testing.assert_close(got, wanted)
-    leaves = [*inputs, *module.parameters()]
-    got_grads = torch.autograd.grad((got * weights).sum(), leaves)
-    wanted_grads = torch.autograd.grad((wanted * weights).sum(), leaves)
-    for got_grad, wanted_grad in zip(got_grads, wanted_grads, strict=True):
-        torch.testing.assert_close(got_grad, wanted_grad)
+    weights = [torch.randn_like(x) for x in wanted]
+    gradients = [
+        torch.autograd.grad(
+            sum((x * w).sum() for x, w in zip(outputs, weights, strict=True)),
+            leaves,
+            allow_unused=True,
+        )
+        for outputs in (got, wanted)
+    ]
+    for a, b in zip(*gradients, strict=True):
+        assert (a is None) == (b is None) or a is None and not b.any() or b is None and not a.any()
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_sides"])
+def test_sequence_attention_matches_the_loop(causal):
+    """Events see a window, CLS tokens everything and a sink."""
+    torch.manual_seed(0)
+    lengths, width, heads = [0, 3, 1, 20], 8, 2
+    state = state_of(lengths, width, cls=2)
+    module = SequenceAttention(width, heads, window=4, causal=causal).double()
+    torch.nn.init.normal_(module.sink)
+    torch.nn.init.normal_(module.k_proj.weight)
+    after = module(state)
+    events, cls = [], []
+    for i in range(len(lengths)):
+        rows = rows_of(state, i)
+        x, c = module.norm(rows), module.norm(state.cls[i])
+        n = torch.arange(len(rows))
+        delta = n[None, :] - n[:, None]
+        hidden = (delta < -4) | (delta > (0 if causal else 4))
+        k, v = module.k_proj(x), module.v_proj(x)
+        parts, seen = [], []
+        for h in range(heads):
+            d = slice(4 * h, 4 * h + 4)
+            scores = (module.q_proj(x)[:, d] @ k[:, d].T) / 2
+            parts.append(scores.masked_fill(hidden, -torch.inf).softmax(1) @ v[:, d])
+            scores = (module.q_proj(c)[:, d] @ k[:, d].T) / 2
+            weights = scores.exp() / (module.sink[h].exp() + scores.exp().sum(1, keepdim=True))
+            seen.append(weights @ v[:, d])
+        events.append(rows + module.out_proj(torch.cat(parts, dim=1)))
+        cls.append(state.cls[i] + module.out_proj(torch.cat(seen, dim=1)))
+    compare_with_gradients(
+        [after.s, after.cls],
+        [torch.cat(events), torch.stack(cls)],
+        [state.s, state.cls, *module.parameters()],
+    )
 
 
 @pytest.mark.parametrize("make", [
@@ -108,26 +171,12 @@ def test_gate_starts_open():
     torch.testing.assert_close(Gate(8)(x), x)
 
 
-def test_appended_rows_follow_their_sample():
-    layout = layout_of([2, 0, 1])
-    place = Appended(layout, 2)
-    events = torch.tensor([[1.0], [2.0], [3.0]])
-    extra = -torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]).unsqueeze(-1)
-    joined = place.join(events, extra)
-    assert joined.flatten().tolist() == [1, 2, -1, -2, -3, -4, 3, -5, -6]
-    assert place.layout.lengths.tolist() == [4, 2, 3]
-    assert place.position.tolist() == [3, 2, 1, 0, 1, 0, 2, 1, 0]
-    last = place.last(joined, 3).squeeze(-1)
-    assert last.tolist() == [[-2, -1, 2], [-4, -3, 0], [-6, -5, 3]]
-
-
-def test_join_has_the_gradient_of_a_permutation():
-    place = Appended(layout_of([2, 0, 3]), 2)
-    inputs = (
-        torch.randn(5, 3, dtype=torch.float64, requires_grad=True),
-        torch.randn(3, 2, 3, dtype=torch.float64, requires_grad=True),
-    )
-    assert torch.autograd.gradcheck(place.join, inputs)
+def test_last_rows_and_distances():
+    layout = layout_of([2, 0, 1, 3])
+    x = torch.arange(1.0, 7.0).unsqueeze(1)
+    assert distance_from_end(layout).tolist() == [2, 1, 1, 3, 2, 1]
+    last = last_rows(x, layout, 2).squeeze(-1)
+    assert last.tolist() == [[2, 1], [0, 0], [3, 0], [6, 5]]
 
 
 @pytest.mark.parametrize("heads", [1, 3])

@@ -28,8 +28,20 @@ CONFIGS = {
 
 
 def make(**changes) -> Gem:
+    """A model whose heads are past their start, at which every logit is its prior's."""
     torch.manual_seed(0)
-    return Gem(small_schema(), small_config(**changes))
+    model = Gem(small_schema(), small_config(**changes))
+    for head in model.heads.heads:
+        torch.nn.init.normal_(head[-1].weight)
+    return model
+
+
+def test_predictions_start_at_the_prior():
+    schema = small_schema()
+    schema.tasks[0].prior = 0.05
+    logits = Gem(schema, small_config())(random_batch(schema, LENGTHS))
+    wanted = torch.tensor([0.05, 0.5]).expand(5, 2)
+    torch.testing.assert_close(logits.sigmoid(), wanted)
 
 
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
