@@ -210,6 +210,8 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         _at_least("optim", self, lr=0, embedding_lr=0, weight_decay=0, warmup_steps=0)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas={list(self.betas)}; give two numbers in [0, 1)")
         if not 0 <= self.final_lr_fraction <= 1:
             raise ValueError(f"optim.final_lr_fraction={self.final_lr_fraction} is not in [0, 1]")
         if self.clip_norm is not None and self.clip_norm <= 0:
@@ -222,6 +224,7 @@ class TrainerConfig:
 
     `max_steps` or `epochs` ends the run, whichever comes first; intervals count steps, null is
     never. `device` and `precision` are `auto`, or `cpu`/`cuda` and `float32`/`bfloat16`.
+    `overfit_batches` trains on the first so many batches only, again and again, for debugging.
     """
 
     device: str = "auto"
@@ -238,6 +241,7 @@ class TrainerConfig:
     monitor_task: str | None = None
     on_nonfinite: str = "error"
     compile: bool = False
+    overfit_batches: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("trainer.device", self.device, ("auto", "cpu", "cuda"))
@@ -246,7 +250,16 @@ class TrainerConfig:
         if self.max_steps is None and self.epochs is None:
             raise ValueError("trainer.max_steps and trainer.epochs are both null; give one")
         _at_least("trainer", self, log_every=1, keep_last=1)
-        for key in ("max_steps", "epochs", "valid_every", "valid_batches", "save_every"):
+        for key in (
+            "max_steps",
+            "epochs",
+            "threads",
+            "valid_every",
+            "valid_batches",
+            "save_every",
+            "patience",
+            "overfit_batches",
+        ):
             if getattr(self, key) is not None:
                 _at_least("trainer", self, **{key: 1})
         if self.patience is not None and self.valid_every is None:

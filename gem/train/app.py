@@ -1,7 +1,8 @@
 """From a composed config to a finished run: the only place that knows Hydra's objects."""
 
 import random
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
-from rich.console import Console
 from torchrec.distributed import DistributedModelParallel
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from gem import env
 from gem.config import Config, Mode
@@ -27,7 +28,8 @@ from gem.train.checkpoint import (
 )
 from gem.train.distributed import Ranks, open_ranks, pick_device
 from gem.train.evaluate import evaluate, predict
-from gem.train.progress import Reporter
+from gem.train.progress import Reporter, make_console
+from gem.train.repeated import Repeated
 from gem.train.results import draw_curves, show_metrics, write_result
 from gem.train.sharding import shard
 from gem.train.trainer import Trainer
@@ -76,16 +78,33 @@ def to_config(cfg: DictConfig) -> Config:
     try:
         config = OmegaConf.to_object(cfg)
     except MissingMandatoryValue as error:
-        raise ValueError(f"{error.full_key} has no value; give one with {error.full_key}=...") from error
-    assert isinstance(config, Config)
+        key = error.full_key or error.key
+        raise ValueError(f"{key} has no value; give one with {key}=...") from error
+    for key in _added(config, ""):
+        raise ValueError(f"there is no key {key}, and + does not add one")
     return config
+
+
+def _added(value: Any, path: str) -> Iterator[str]:
+    """Keys that a user forced into the config with `+`; the schema does not know them."""
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _added(item, f"{path}[{i}]")
+    elif is_dataclass(value):
+        known = {item.name for item in fields(value)}
+        for name, item in vars(value).items():
+            key = f"{path}.{name}" if path else name
+            if name in known:
+                yield from _added(item, key)
+            else:
+                yield key
 
 
 class _Run:
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.config = config
         self.ranks = ranks
-        self.console = Console(soft_wrap=True, highlight=False, quiet=not ranks.first)
+        self.console = make_console(quiet=not ranks.first)
         self.tasks = config.data.schema.tasks
         self.saved = _plain(asdict(config))
         self.resumed = find_checkpoint(config.resume) if config.resume else None
@@ -117,7 +136,9 @@ class _Run:
             self._compare(self.resumed, evaluating=False)
         if self.ranks.first:
             self.output.mkdir(parents=True, exist_ok=True)
-            (self.output / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(self.saved)))
+            (self.output / "config.yaml").write_text(
+                OmegaConf.to_yaml(OmegaConf.create(self.saved))
+            )
         self._say(f"run directory {self.output}")
         loaders, model = self._loaders(), self._model()
         trainer = self._trainer(model, loaders)
@@ -143,13 +164,16 @@ class _Run:
         return progress.best
 
     def _loaders(self) -> dict[str, Loader]:
-        return make_loaders(
+        loaders = make_loaders(
             self.config.data,
             seed=self.config.seed,
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
             device=self.ranks.device,
         )
+        if self.config.trainer.overfit_batches is not None:
+            loaders["train"] = Repeated(loaders["train"], self.config.trainer.overfit_batches)
+        return loaders
 
     def _model(self) -> DistributedModelParallel:
         """The model with the seed's initial weights, which the number of ranks does not change."""
@@ -215,7 +239,8 @@ class _Run:
         self, model: DistributedModelParallel, loaders: dict[str, Loader], steps: int
     ) -> None:
         table_rows = sum(self.config.data.schema.tables().values())
-        dense = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        parameters = in_backward_optimizer_filter(model.named_parameters())
+        dense = sum(parameter.numel() for _, parameter in parameters)
         rows = ", ".join(f"{loader.rows:,} {split}" for split, loader in loaders.items())
         self._say(
             f"{self.config.model.name}: {dense:,} dense parameters, {table_rows:,} table rows; "

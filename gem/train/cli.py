@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -57,25 +57,30 @@ def explain(error: BaseException) -> str:
     while link is not None:
         chain.append(link)
         link = link.__cause__ or link.__context__
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        return str(error).strip() or type(error).__name__
     text = "\n".join(str(link) for link in chain)
     if unknown := re.search(r"Key '([^']+)' (?:is not in struct|not in '\w+')", text):
         key = _full_key(text) or unknown[1]
-        return f"there is no key {key}{_nearest(key, config_keys())}"
+        return f"there is no key {key}{_nearest(key, [*config_keys(), *_groups()])}"
     if unknown := re.search(r"Could not override '([^']+)'\.?\s*No match in the defaults", text):
         return f"there is no group {unknown[1]}{_nearest(unknown[1], _groups())}"
     for link in chain:
         if isinstance(link, MissingConfigException) and link.missing_cfg_file:
             group, _, option = str(link.missing_cfg_file).rpartition("/")
             options = sorted(link.options or [])
-            offer = f"; there are {', '.join(options)}" if options else ""
-            return f"{group or 'conf'} has no option {option}{_nearest(option, options)}{offer}"
-    lines = [line.strip() for line in str(chain[-1]).splitlines() if line.strip()]
-    if isinstance(chain[-1], OmegaConfBaseException):
-        key = _full_key(text)
-        return f"{key}: {_lower(lines[0])}" if key else lines[0]
-    if isinstance(error, HydraException):
-        return " ".join(line.strip() for line in str(error).splitlines()[:2])
-    return str(error).strip() or type(error).__name__
+            offer = f" (there are {', '.join(options)})" if options else ""
+            return f"{group or 'conf'} has no option {option}{offer}{_nearest(option, options)}"
+    # OmegaConf's own says what is wrong, Hydra's around it only where.
+    said = next((link for link in chain if isinstance(link, OmegaConfBaseException)), None)
+    key = _full_key(text) or _merged_key(text)
+    lines = [line for line in str(said or error).splitlines() if line and "https://" not in line]
+    if isinstance(error, OverrideParseException):
+        return f"cannot read '{error.override}': {lines[-1] if lines else error}"
+    first = lines[0].strip()
+    if "is not Optional" in first:
+        return f"{key} cannot be null"
+    return f"{key}: {first}" if said is not None and key and key not in first else first
 
 
 def config_keys() -> list[str]:
@@ -100,22 +105,22 @@ def _full_key(text: str) -> str | None:
     return found[1] if found else None
 
 
+def _merged_key(text: str) -> str | None:
+    found = re.search(r"Error merging override ([^\s=]+)=", text)
+    return found[1] if found else None
+
+
 def _nearest(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if not close:
-        # A right name in the wrong section.
-        last = name.rsplit(".", 1)[-1]
-        close = [key for key in names if key.rsplit(".", 1)[-1] == last][:1]
-    return f"; did you mean {close[0]}?" if close else ""
+    # A right name in the wrong section, before a similar one.
+    last = name.rsplit(".", 1)[-1]
+    close = [key for key in names if key.rsplit(".", 1)[-1] == last]
+    close = close or difflib.get_close_matches(name, sorted(set(names)), n=2, cutoff=0.75)
+    return f"; did you mean {' or '.join(close[:2])}?" if close else ""
 
 
 def _groups() -> list[str]:
     folder = Path(__file__).parents[2] / "conf"
     return [path.name for path in folder.iterdir() if path.is_dir()] if folder.exists() else []
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
 
 
 def _run_dir(resume: str | None, fresh: str) -> str:

@@ -1,5 +1,6 @@
 """Processes: one by default, as many as torchrun starts; NCCL for GPUs, gloo beside it."""
 
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 _STAMP = "GEM_RUN_STAMP"
+
+# torchrec's first look-up sets off a notice to users of torch.fx.
+logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,7 @@ def scored(
         model.train(was_training)
 
 
-def filled(
-    loader: Loader, ranks: Ranks, limit: int | None = None
-) -> Iterator[tuple[Batch, bool]]:
+def filled(loader: Loader, ranks: Ranks, limit: int | None = None) -> Iterator[tuple[Batch, bool]]:
     """A loader's batches; for an empty one a stand-in and False, so that ranks stay in step.
 
     torchrec's look-ups fail on a batch without rows, and every rank must join them. A single

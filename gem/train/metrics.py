@@ -80,9 +80,7 @@ def auc(scores: NDArray, labels: NDArray, weights: NDArray | None = None) -> flo
     return float(_group_aucs(scores, labels, weights, np.zeros(len(scores), np.int64))[0])
 
 
-def gauc(
-    scores: NDArray, labels: NDArray, users: NDArray, weights: NDArray | None = None
-) -> float:
+def gauc(scores: NDArray, labels: NDArray, users: NDArray, weights: NDArray | None = None) -> float:
     """AUC within each user, averaged with the users' weights (Zhou et al. 2018, eq. 9).
 
     Users without both labels have no AUC and are left out; a user's weight is the sum of the

@@ -18,6 +18,14 @@ from rich.progress import (
 from gem.config import LoggerConfig
 
 
+def make_console(quiet: bool = False) -> Console:
+    """A console whose lines and tables are not folded when the output is no terminal."""
+    console = Console(soft_wrap=True, highlight=False, quiet=quiet)
+    if not console.is_terminal:
+        console.width = 160
+    return console
+
+
 class Reporter:
     """Writes a row per interval; silent on all ranks but the first.
 
@@ -40,7 +48,7 @@ class Reporter:
         self.path = directory / "metrics.jsonl"
         self.directory = directory
         self.total_steps = 0
-        self.console = console or Console(soft_wrap=True, highlight=False)
+        self.console = console or make_console()
         self._writer: Any = None
         self._bar: Progress | None = None
 

@@ -1,4 +1,4 @@
-"""Embedding tables over the ranks: torchrec's DistributedModelParallel, same weights for any number.
+"""Embedding tables over the ranks, by torchrec; their number changes no initial weight.
 
 Tables are updated in the backward pass by fbgemm's fused row-wise Adagrad.
 """

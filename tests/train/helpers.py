@@ -150,9 +150,7 @@ class TinyModel(nn.Module):
         super().__init__()
 
         def table(config: type, name: str, rows: int, features: list[str]) -> Any:
-            return config(
-                name=name, embedding_dim=dim, num_embeddings=rows, feature_names=features
-            )
+            return config(name=name, embedding_dim=dim, num_embeddings=rows, feature_names=features)
 
         self.bags = EmbeddingBagCollection(
             [table(EmbeddingBagConfig, "country", COUNTRIES, ["country"])]

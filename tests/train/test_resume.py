@@ -1,6 +1,5 @@
 """N steps are k steps, a resumption and N - k steps, bit for bit."""
 
-import json
 from pathlib import Path
 
 import pytest

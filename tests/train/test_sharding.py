@@ -14,7 +14,6 @@ from gem.train.distributed import open_ranks
 from gem.train.loss import TaskLoss
 from gem.train.optim import Optimizers
 from gem.train.sharding import Tables, _OneBagPerId, shard
-
 from tests.train.helpers import TinyModel, make_batch, make_schema, run_ranks, take_rows
 
 OPTIM = OptimConfig(lr=0.01, embedding_lr=0.1, warmup_steps=0)
@@ -77,9 +76,7 @@ def test_one_bag_per_id_is_the_unpooled_lookup(rows):
         for tables, out in ((plain, a), (fast, b)):
             tables.set_learning_rate(0.1 / (step + 1))
             out.backward(gradient)
-    for a, b in zip(
-        plain.split_embedding_weights(), fast.split_embedding_weights(), strict=True
-    ):
+    for a, b in zip(plain.split_embedding_weights(), fast.split_embedding_weights(), strict=True):
         torch.testing.assert_close(a, b)
     for (a,), (b,) in zip(
         plain.split_optimizer_states(), fast.split_optimizer_states(), strict=True
