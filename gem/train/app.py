@@ -60,6 +60,7 @@ def run(cfg: DictConfig) -> float | None:
         if it is undefined.
 
     Raises:
+        SystemExit: a signal stopped the training; its state is saved.
         ValueError: the config makes no sense, or does not fit the data or the checkpoint.
     """
     config = to_config(cfg)
@@ -153,7 +154,8 @@ class _Run:
                 f"stopped after step {progress.step}; go on with the same command and "
                 f"resume={self.output}"
             )
-            return None
+            # Not 0: what was to come after the training must not.
+            raise SystemExit(128 + trainer.stop.number)
         best = trainer.checkpoints.path("best")
         if best is not None and progress.best_step != progress.step:
             load_tensors(best, {"model": model.state_dict()}, self.ranks)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from gem.train.distributed import Ranks
 
@@ -52,6 +53,9 @@ class Checkpoints:
             own: of this rank; plain values and tensors.
             meta: JSON values; `step` among them.
             best: whether it is the best so far.
+
+        Raises:
+            OSError: it cannot be written.
         """
         target = self.directory / f"step-{meta['step']}"
         if not self.ranks.broadcast(target.exists()):
@@ -60,7 +64,7 @@ class Checkpoints:
                 self._clean()
                 draft.mkdir(parents=True)
             self.ranks.barrier()
-            dcp.save(tensors, checkpoint_id=draft / "tensors", process_group=self.ranks.host)
+            self._write(draft / "tensors", tensors)
             torch.save(own, draft / f"rank-{self.ranks.rank}.pt")
             if self.ranks.first:
                 (draft / META).write_text(json.dumps(meta, indent=1))
@@ -79,6 +83,12 @@ class Checkpoints:
         """The checkpoint that `last` or `best` points to, if any."""
         pointer = self.directory / name
         return pointer.resolve() if (pointer / META).exists() else None
+
+    def _write(self, path: Path, tensors: dict[str, Any]) -> None:
+        try:
+            dcp.save(tensors, checkpoint_id=path, process_group=self.ranks.host)
+        except CheckpointException as error:
+            raise OSError(f"cannot write the checkpoint {path}: {_cause(error)}") from error
 
     def _point(self, name: str, target: Path) -> None:
         draft = self.directory / f".{name}.tmp"
@@ -143,9 +153,15 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Any], ranks: Ranks) -> Non
     """
     try:
         dcp.load(tensors, checkpoint_id=checkpoint / "tensors", process_group=ranks.host)
-    except Exception as error:
-        cause = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{checkpoint} does not hold this model's tensors: {cause}") from error
+    except CheckpointException as error:
+        raise ValueError(f"{checkpoint} does not hold this model: {_cause(error)}") from error
+
+
+def _cause(error: CheckpointException) -> str:
+    """What went wrong on the first rank where something did; the exception itself is a trace."""
+    (failure, _), *_ = error.failures.values()
+    lines = str(failure).strip().splitlines()
+    return lines[0] if lines else type(failure).__name__
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -12,10 +12,15 @@ from gem.train.distributed import Ranks
 
 
 class StopSignal:
-    """SIGINT or SIGTERM to any rank stops all of them after the same step."""
+    """SIGINT or SIGTERM to any rank stops all of them after the same step.
+
+    Attributes:
+        number: the signal that came, or SIGINT.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
+        self.number = signal.SIGINT
         self._received = False
         self._previous: dict[int, Callable[..., Any] | int | None] = {}
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
@@ -45,4 +50,4 @@ class StopSignal:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._received and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._received = True
+        self._received, self.number = True, number

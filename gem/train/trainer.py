@@ -99,7 +99,7 @@ class Trainer:
         self.window = Window(names, ranks, model.module)
         self.progress = Progress()
         self.interrupted = False
-        self._stop = StopSignal(ranks)
+        self.stop = StopSignal(ranks)
 
     def fit(self) -> None:
         """Trains from where the state is to the end, an early stop or a signal.
@@ -113,7 +113,7 @@ class Trainer:
         self.model.train()
         self.reporter.start(self.progress.step, self.total_steps)
         self._mark = time.perf_counter()
-        with self._stop:
+        with self.stop:
             try:
                 self.window.restart()
                 while self.progress.step < self.total_steps and not self._done():
@@ -192,7 +192,7 @@ class Trainer:
     def _after_step(self) -> None:
         step, c = self.progress.step, self.config
         self.reporter.advance(step)
-        self.interrupted = self._stop.agreed()
+        self.interrupted = self.stop.agreed()
         if step % c.log_every == 0 or step == self.total_steps:
             self._report()
         began = time.perf_counter()

@@ -194,43 +194,56 @@ class TinyModel(nn.Module):
         return {"heads": float(linear * batch_size), "attention": float(lengths["clicks"].sum())}
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """Runs `function(rank, *args)` in processes that can form a process group; its results."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    processes = [
-        context.Process(target=_rank, args=(function, rank, world_size, port, queue, args))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    try:
+class RankPool:
+    """Processes that are ranks of a group; importing takes them seconds, so tests share them."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        context = multiprocessing.get_context("spawn")
+        self.results = context.Queue()
+        self.inboxes = [context.Queue() for _ in range(world_size)]
+        self.processes = [
+            context.Process(
+                target=_serve, args=(rank, world_size, inbox, self.results), daemon=True
+            )
+            for rank, inbox in enumerate(self.inboxes)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`function(rank, *args)` on every rank; its results by rank."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for inbox in self.inboxes:
+            inbox.put((function, port, args))
         results: dict[int, Any] = {}
-        for _ in processes:
-            rank, result, error = queue.get(timeout=120)
+        for _ in self.inboxes:
+            rank, result, error = self.results.get(timeout=240)
             assert error is None, f"rank {rank}:\n{error}"
             results[rank] = result
-    finally:
-        for process in processes:
-            process.join(timeout=20)
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        for process in self.processes:
             process.kill()
-    return [results[rank] for rank in range(world_size)]
+            process.join()
 
 
-def _rank(function, rank, world_size, port, queue, args) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+def _serve(rank: int, world_size: int, inbox: Any, results: Any) -> None:
     torch.set_num_threads(1)
-    try:
-        queue.put((rank, function(rank, *args), None))
-    except BaseException:
-        queue.put((rank, None, traceback.format_exc()))
+    while True:
+        function, port, args = inbox.get()
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        try:
+            results.put((rank, function(rank, *args), None))
+        except BaseException:
+            results.put((rank, None, traceback.format_exc()))

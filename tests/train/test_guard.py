@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gem.train.distributed import open_ranks
 from gem.train.guard import Guard, NonFiniteError
 from tests.train.helpers import make_batch
 from tests.train.test_resume import make_trainer, snapshot
@@ -15,12 +14,6 @@ def poisoned(batch, row):
     dense = batch.dense.clone()
     dense[row] = float("inf")
     return replace(batch, dense=dense)
-
-
-@pytest.fixture
-def ranks():
-    with open_ranks(torch.device("cpu")) as ranks:
-        yield ranks
 
 
 def weights(trainer):

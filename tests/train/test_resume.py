@@ -1,5 +1,6 @@
 """N steps are k steps, a resumption and N - k steps, bit for bit."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -67,8 +68,8 @@ def rows_without_times(path: Path) -> list[dict]:
 
 
 def interrupt_after(trainer: Trainer, steps: int) -> None:
-    agreed = trainer._stop.agreed
-    trainer._stop.agreed = lambda: agreed() or trainer.progress.step >= steps
+    agreed = trainer.stop.agreed
+    trainer.stop.agreed = lambda: agreed() or trainer.progress.step >= steps
 
 
 @pytest.mark.parametrize("stop", [1, 4, 6, 8, 15], ids=lambda k: f"after {k}")
@@ -98,3 +99,60 @@ def test_resume_is_bitwise(tmp_path, stop):
     assert len(expected) == 6 + 4
     for name in ("best", "best_step", "stale", "examples"):
         assert getattr(whole.progress, name) == getattr(second.progress, name)
+
+
+def _two_ranks_resume(rank, directory):
+    with open_ranks(torch.device("cpu")) as ranks:
+        whole = make_trainer(directory / "whole", ranks)
+        whole.fit()
+        first = make_trainer(directory / "parts", ranks)
+        if rank == 1:
+            # The signal reaches one rank only; both stop after the same step.
+            advance = first.reporter.advance
+            first.reporter.advance = lambda step: (
+                step == 7 and signal.raise_signal(signal.SIGTERM),
+                advance(step),
+            )
+        first.fit()
+        second = make_trainer(directory / "parts", ranks)
+        second.load(first.checkpoints.path("last"))
+        second.fit()
+        a, b = snapshot(whole), snapshot(second)
+        same = [name for name in a if torch.equal(a[name], b[name])]
+        return first.interrupted, first.progress.step, len(a), len(same)
+
+
+def test_two_ranks_resume_bitwise_after_a_signal_to_one(two_ranks, tmp_path):
+    results = two_ranks(_two_ranks_resume, tmp_path)
+    for interrupted, step, tensors, same in results:
+        assert interrupted and step == 8
+        assert same == tensors
+    expected = rows_without_times(tmp_path / "whole" / "metrics.jsonl")
+    assert rows_without_times(tmp_path / "parts" / "metrics.jsonl") == expected
+
+
+def test_rows_after_the_checkpoint_are_written_once(tmp_path, ranks):
+    """A run that was killed after its last save leaves rows that its resumption writes again."""
+    first = make_trainer(tmp_path, ranks, save_every=4, valid_every=None)
+    interrupt_after(first, 10)
+    first.checkpoints_saved = first._save
+    first._save = lambda best=False: first.progress.step == 4 and first.checkpoints_saved(best)
+    first.fit()
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [3, 6, 9]
+    second = make_trainer(tmp_path, ranks, valid_every=None)
+    second.load(first.checkpoints.path("last"))
+    assert second.progress.step == 4
+    second.fit()
+    steps = [r["step"] for r in read_rows(tmp_path / "metrics.jsonl") if r["split"] == "train"]
+    assert steps == [3, 6, 9, 12, 15, 18]
+
+
+def test_a_checkpoint_of_another_number_of_ranks_is_refused(tmp_path, ranks):
+    trainer = make_trainer(tmp_path, ranks)
+    interrupt_after(trainer, 1)
+    trainer.fit()
+    checkpoint = trainer.checkpoints.path("last")
+    meta = checkpoint / "meta.json"
+    meta.write_text(meta.read_text().replace('"world_size": 1', '"world_size": 4'))
+    with pytest.raises(ValueError, match="written by 4 processes.*resumed by as many, not 1"):
+        make_trainer(tmp_path, ranks).load(checkpoint)

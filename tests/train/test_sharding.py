@@ -14,7 +14,7 @@ from gem.train.distributed import open_ranks
 from gem.train.loss import TaskLoss
 from gem.train.optim import Optimizers
 from gem.train.sharding import Tables, _OneBagPerId, shard
-from tests.train.helpers import TinyModel, make_batch, make_schema, run_ranks, take_rows
+from tests.train.helpers import TinyModel, make_batch, make_schema, take_rows
 
 OPTIM = OptimConfig(lr=0.01, embedding_lr=0.1, warmup_steps=0)
 
@@ -116,11 +116,22 @@ def _train(rank, world_size):
         return {name: value.numpy() for name, value in tables.items()}
 
 
-def test_two_ranks_learn_what_one_learns():
-    one = run_ranks(_train, 1, 1)[0]
-    two = run_ranks(_train, 2, 2)
-    for name, value in one.items():
-        for weights in two:
+def test_two_ranks_learn_what_one_learns(two_ranks):
+    one = _train(0, 1)
+    for weights in two_ranks(_train, 2):
+        assert weights.keys() == one.keys()
+        for name, value in one.items():
             torch.testing.assert_close(
                 torch.from_numpy(weights[name]), torch.from_numpy(value), msg=name
             )
+
+
+def test_the_schedule_reaches_the_tables(ranks):
+    model = shard(TinyModel(), OPTIM, ranks)
+    optimizers = Optimizers(model, OPTIM, total_steps=10)
+    assert len(optimizers.tables) == 2
+    assert optimizers.set_step(0) == OPTIM.lr
+    assert [t.get_learning_rate() for t in optimizers.tables] == pytest.approx([0.1, 0.1])
+    optimizers.set_step(9)
+    last = OPTIM.embedding_lr * OPTIM.final_lr_fraction
+    assert [t.get_learning_rate() for t in optimizers.tables] == pytest.approx([last, last])
