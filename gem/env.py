@@ -30,6 +30,8 @@ from gem.compatibility import (
 )
 from gem.ptxas import VARIABLES, ptxas_version, use_installed_ptxas
 
+NEEDS_TORCH = "it needs torch"
+
 
 @dataclass(frozen=True)
 class Report:
@@ -86,7 +88,7 @@ def report() -> Report:
     environment = look()
     backend, reason = _attention(environment)
     problems = find_problems(environment)
-    if backend.startswith("none"):
+    if backend.startswith("none") and reason != NEEDS_TORCH:
         problems.append(f"No attention backend can be used: {reason}")
     return Report(environment, backend, reason, problems)
 
@@ -161,7 +163,7 @@ def _causes(error: BaseException) -> str:
 def _attention(env: Environment) -> tuple[str, str]:
     """What `backend="auto"` means for attention as the model calls it, and why."""
     if "torch" not in env.packages or "torch" in env.errors:
-        return "none", "it needs torch."
+        return "none", NEEDS_TORCH
     errors: dict[str, str] = {}
     backends = _import("gem.attention.backends", errors)
     if backends is None:
