@@ -233,6 +233,8 @@ class EventTokens(nn.Module):
     def __init__(self, sequence: SequenceFeature, width: int) -> None:
         super().__init__()
         self.context = nn.Linear(AGE_KNOTS + len(sequence.dense), width)
+        with torch.no_grad():  # an age weighs as much as a field
+            nn.init.normal_(self.context.weight[:, :AGE_KNOTS])
         self.gate = Gate(width)
 
     def forward(self, fields: Tensor, age: Tensor, dense: Tensor) -> Tensor:

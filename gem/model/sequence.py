@@ -88,8 +88,9 @@ class SequenceAttention(nn.Module):
 
     Window and global tokens as in Longformer (arXiv 2004.05150); the CLS tokens of InterFormer
     (eq. 9), which come from the features, so read the whole history with the candidate in mind.
-    Queries and keys are rotated by position and time; a CLS token stands at the impression. At the
-    start a query finds the keys that equal it, and values come out as they are.
+    Within the window queries and keys are rotated by position and time; a CLS token reads them
+    unrotated, or events of one kind would answer it differently at every distance. At the start a
+    query finds the keys that equal it, and values come out as they are.
 
     Args:
         width: D. heads: H. window: events seen to the left (and right unless causal); None all.
@@ -125,11 +126,11 @@ class SequenceAttention(nn.Module):
         s = self.norm(state.s)
         shape = (self.heads, self.head_dim)
         q, k, v = (p(s).unflatten(-1, shape) for p in (self.q_proj, self.k_proj, self.v_proj))
+        turned = (q, k)
         if state.rotary is not None:
-            q, k = apply_rotary(q, *state.rotary), apply_rotary(k, *state.rotary)
-        window = (self.left, self.right)
-        layout = state.layout
-        out = jagged_attention(q, k, v, layout, layout, window=window, **self.kernel)
+            turned = (apply_rotary(x, *state.rotary) for x in turned)
+        window, layout = (self.left, self.right), state.layout
+        out = jagged_attention(*turned, v, layout, layout, window=window, **self.kernel)
         cls = state.cls
         if self.sink is not None:
             q = self.q_proj(self.norm(cls)).view(-1, *shape)
