@@ -3,7 +3,7 @@
 import hydra
 from omegaconf import DictConfig
 
-from gem.train.cli import launch, register
+from gem.train.cli import launch, one_sentence, register
 
 register()
 
@@ -13,7 +13,8 @@ def main(cfg: DictConfig) -> float | None:
     # Loaded after the command line is known to make sense: it takes seconds.
     from gem.train.app import run
 
-    return run(cfg)
+    with one_sentence():
+        return run(cfg)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -20,6 +21,7 @@ from gem.train.distributed import run_stamp
 
 USER_ERROR = 2
 _FULL = "HYDRA_FULL_ERROR"
+_SHOW_TRACES = os.environ.get(_FULL) == "1"
 
 
 def register() -> None:
@@ -35,13 +37,22 @@ def launch(main: Callable[[], Any]) -> None:
 
     HYDRA_FULL_ERROR=1 shows every stack trace.
     """
-    full = os.environ.get(_FULL) == "1"
-    # Hydra would print errors its own way, with a trace, and exit.
+    # Hydra would print an error its own way, with a trace, and exit.
     os.environ[_FULL] = "1"
-    try:
+    with one_sentence():
         main()
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """Ends the process with an error's explanation instead of a stack trace.
+
+    Also around the function that Hydra calls, which Hydra would report in its own words.
+    """
+    try:
+        yield
     except (HydraException, OmegaConfBaseException, ValueError, IndexError, OSError) as error:
-        if full:
+        if _SHOW_TRACES:
             raise
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"error: {explain(error)}", file=sys.stderr)
