@@ -75,8 +75,10 @@ def jagged_attention_reference(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q_bounds, k_bounds = q_offsets.tolist(), k_offsets.tolist()
     outs, lses = [], []
-    for i in range(len(q_bounds) - 1):
-        rows, keys = slice(*q_bounds[i : i + 2]), slice(*k_bounds[i : i + 2])
+    # An empty sample first, so that the result depends on the inputs even in an empty batch.
+    for rows, keys in zip(
+        [slice(0), *_slices(q_bounds)], [slice(0), *_slices(k_bounds)], strict=True
+    ):
         out, lse = attend(q[rows], k[keys], v[keys], scale, left, right)
         outs.append(out)
         lses.append(lse)
@@ -101,10 +103,13 @@ def broadcast_attention_reference(
         out `[batch, queries, heads, dim]`, lse `[batch, queries, heads]`, natural.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    bounds = k_offsets.tolist()
-    outs, lses = [q.new_zeros(0, *q.shape)], [q.new_zeros(0, *q.shape[:2])]
-    for start, end in zip(bounds, bounds[1:], strict=False):
-        out, lse = attend(q, k[start:end], v[start:end], scale, None, None)
-        outs.append(out[None])
-        lses.append(lse[None])
-    return torch.cat(outs), torch.cat(lses)
+    outs, lses = [], []
+    for keys in [slice(0), *_slices(k_offsets.tolist())]:
+        out, lse = attend(q, k[keys], v[keys], scale, None, None)
+        outs.append(out)
+        lses.append(lse)
+    return torch.stack(outs)[1:], torch.stack(lses)[1:]
+
+
+def _slices(bounds: list[int]) -> list[slice]:
+    return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]

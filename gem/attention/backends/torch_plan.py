@@ -32,6 +32,9 @@ BAND_REACH = 512  # left + right: above, the neighbours of a block are no longer
 class Group:
     """n tiles of mq query rows by mk key rows.
 
+    Rows are given as `row * heads`, the place of the row's first head in a tensor `[rows, heads,
+    dim]` whose first two dimensions are merged.
+
     Attributes:
         kind: "whole", "strip" or "band".
         q_rows: int64 `[n, mq]`, rows to read from q.
@@ -87,6 +90,21 @@ class Group:
         _, mq, mk = self.size
         mask = window_mask(mq, mk, self.shift[a:b, None, None], self.left, self.right)
         return ((0, mask),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All tiles of a batch.
+
+    Attributes:
+        groups: the tiles.
+        covers_queries, covers_keys: whether every row of the output, or of k's gradient, is
+            written exactly once, so that it need not be zeroed before.
+    """
+
+    groups: list[Group]
+    covers_queries: bool
+    covers_keys: bool
 
 
 def padded_size(lengths: Tensor) -> Tensor:
@@ -152,22 +170,23 @@ def tiles(
     q_lengths: Tensor | int,
     left: int | None,
     right: int | None,
-    group: int,
+    heads: int,
+    kv_heads: int,
     o_end: int,
     k_end: int,
     device: torch.device,
-) -> list[Group]:
-    """The groups of tiles that together cover every visible pair of the batch.
+) -> Plan:
+    """The tiles that together cover every visible pair of the batch.
 
     Args:
         k_lengths: int64 `[batch]`, keys per sample.
         q_lengths: int64 `[batch]`, queries per sample; an int for that many shared queries.
         left, right: the window.
-        group: query heads per key head.
+        heads, kv_heads: of q, and of k and v.
         o_end, k_end: the row, one past the last, that padding is written to.
         device: where the indices go.
     """
-    batch = _Batch(k_lengths, q_lengths, o_end, k_end)
+    batch = _Batch(k_lengths, q_lengths, heads, kv_heads, o_end, k_end)
     alive = (batch.k > 0) & (batch.q > 0)
     mq = batch.q if batch.shared else padded_size(batch.q)
     mk = padded_size(batch.k)
@@ -175,7 +194,7 @@ def tiles(
     block = 0
     narrow = left is not None and right is not None and left + right <= BAND_REACH
     if narrow and not batch.shared and torch.equal(batch.k, batch.q):
-        block = band_block(left, right, group)
+        block = band_block(left, right, heads // kv_heads)
         span = block * (1 + -(-left // block) + -(-right // block))
         is_band = alive & ((batch.q + block - 1) // block * block * span < mq * mk)
     is_whole = alive & ~is_band & (mq * mk <= WHOLE_LIMIT)
@@ -188,16 +207,29 @@ def tiles(
     made: dict[tuple, Tensor] = {}
     for i in is_strip.nonzero()[:, 0].tolist():
         groups += _strips(batch, i, left, right, made)
-    return [g.to(device) for g in groups]
+    # Strips add to the gradients of their keys, and queries that see nothing have no strip.
+    tiled = not bool(is_strip.any())
+    return Plan(
+        [g.to(device) for g in groups],
+        covers_queries=tiled and int(batch.q[alive].sum()) == o_end,
+        covers_keys=tiled and int(batch.k[alive].sum()) == k_end,
+    )
 
 
 class _Batch:
     """Lengths and first rows of a batch. Shared queries are rows 0 .. q - 1 for every sample."""
 
     def __init__(
-        self, k_lengths: Tensor, q_lengths: Tensor | int, o_end: int, k_end: int
+        self,
+        k_lengths: Tensor,
+        q_lengths: Tensor | int,
+        heads: int,
+        kv_heads: int,
+        o_end: int,
+        k_end: int,
     ) -> None:
         self.k, self.k_end, self.o_end = k_lengths, k_end, o_end
+        self.heads, self.kv_heads = heads, kv_heads
         self.k_start = k_lengths.cumsum(0) - k_lengths
         self.shared = isinstance(q_lengths, int)
         if self.shared:
@@ -217,7 +249,9 @@ class _Batch:
             rest["key_bias"] = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
         if kind == "band":
             _, k_write = _rows(self.k_start[sample], self.k[sample], q_local, self.k_end)
-        q_rows = q_local.contiguous() if self.shared else o_rows
+        o_rows, o_write = o_rows * self.heads, o_write * self.heads
+        q_rows = q_local * self.heads if self.shared else o_rows
+        k_rows, k_write = k_rows * self.kv_heads, k_write * self.kv_heads
         return Group(kind, q_rows, o_rows, o_write, k_rows, k_write, **rest)
 
 
