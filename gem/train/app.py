@@ -26,6 +26,7 @@ from gem.train.checkpoint import (
     read_meta,
     run_directory,
 )
+from gem.train.compiling import compile_dense
 from gem.train.distributed import Ranks, open_ranks, pick_device
 from gem.train.evaluate import evaluate, predict
 from gem.train.progress import Reporter, make_console
@@ -49,6 +50,8 @@ _FREE = {
     ),
     "data": ("workers",),
 }
+# What may differ, and moves the learning rate's schedule.
+_LENGTH = ("max_steps", "epochs")
 _COMPARED = ("seed", "model", "attention", "data", "optim", "trainer")
 
 
@@ -189,6 +192,8 @@ class _Run:
             backend=c.attention.backend,
             deterministic=c.attention.deterministic,
         )
+        if c.trainer.compile:
+            compile_dense(model)
         model = shard(model, c.optim, self.ranks)
         # Ranks drop different units of different rows.
         torch.manual_seed(self.config.seed + 1 + self.ranks.rank)
@@ -256,13 +261,11 @@ class _Run:
             found = differences(saved["model"], now["model"], "model")
             found += differences(saved["data"]["schema"], now["data"]["schema"], "data.schema")
         else:
-            found = []
-            for section in _COMPARED:
-                a, b = ({s: c[section]} for s, c in ((section, saved), (section, now)))
-                for key in _FREE.get(section, ()):
-                    a[section], b[section] = dict(a[section]), dict(b[section])
-                    a[section].pop(key, None), b[section].pop(key, None)
-                found += differences(a, b)
+            found = differences(_decisive(saved), _decisive(now))
+            for key in _LENGTH:
+                line = differences(saved["trainer"][key], now["trainer"][key], f"trainer.{key}")
+                if line:
+                    self._say(f"{line[0]}: from here the learning rate falls towards the new end")
         if found:
             more = f", and {len(found) - 3} more" if len(found) > 3 else ""
             what = "is of another model" if evaluating else "is of another run"
@@ -270,6 +273,15 @@ class _Run:
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False)
+
+
+def _decisive(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys that make two runs the same run."""
+    kept = {section: config[section] for section in _COMPARED}
+    for section, free in _FREE.items():
+        kept[section] = {k: v for k, v in config[section].items() if k not in free}
+    kept["trainer"] = {k: v for k, v in kept["trainer"].items() if k not in _LENGTH}
+    return kept
 
 
 def _plain(value: Any) -> Any:

@@ -128,6 +128,9 @@ def test_train_then_evaluate_and_predict(train, tmp_path, capsys):
         train("mode=eval", f"ckpt={directory}", "data.schema.sequences.0.max_length=7")
     with pytest.raises(ValueError, match=r"is of another run: seed was 0 and is 1"):
         train("debug=fast", f"resume={directory}", "seed=1", "data.batch_size=32")
+    train("debug=fast", f"resume={directory}", "trainer.max_steps=6", "data.batch_size=32")
+    assert json.loads((directory / "result.json").read_text())["steps"] == 6
+    assert "trainer.max_steps was 4 and is 6" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"neither a checkpoint nor a run"):
         train("mode=eval", f"ckpt={cache_of(tmp_path)}")
 
