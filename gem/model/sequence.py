@@ -90,7 +90,8 @@ class SequenceAttention(nn.Module):
     (eq. 9), which come from the features, so read the whole history with the candidate in mind.
     Within the window queries and keys are rotated by position and time; a CLS token reads them
     unrotated, or events of one kind would answer it differently at every distance. At the start a
-    query finds the keys that equal it, and values come out as they are.
+    query finds the keys that equal it and values come out as they are; what an event takes from
+    its neighbours starts small (LayerScale, arXiv 2103.17239), so that events keep their identity.
 
     Args:
         width: D. heads: H. window: events seen to the left (and right unless causal); None all.
@@ -119,6 +120,7 @@ class SequenceAttention(nn.Module):
             nn.init.orthogonal_(self.q_proj.weight)
             self.k_proj.weight.copy_(self.q_proj.weight)
         self.v_proj, self.out_proj = transposed_pair(width, width)
+        self.gamma = nn.Parameter(torch.full((width,), 0.1))
         self.sink = nn.Parameter(torch.zeros(heads)) if cls else None
 
     def forward(self, state: SequenceState) -> SequenceState:
@@ -139,7 +141,7 @@ class SequenceAttention(nn.Module):
             )
             seen = apply_sink(seen, lse, self.sink)
             cls = cls + self.out_proj(seen.view_as(cls))
-        return replace(state, s=state.s + self.out_proj(out.flatten(1)), cls=cls)
+        return replace(state, s=state.s + self.gamma * self.out_proj(out.flatten(1)), cls=cls)
 
 
 class SequenceBlock(nn.Module):

@@ -139,7 +139,7 @@ def test_sequence_attention_matches_the_loop(causal):
             scores = (module.q_proj(c)[:, d] @ k[:, d].T) / 2
             weights = scores.exp() / (module.sink[h].exp() + scores.exp().sum(1, keepdim=True))
             seen.append(weights @ v[:, d])
-        events.append(rows + module.out_proj(torch.cat(parts, dim=1)))
+        events.append(rows + module.gamma * module.out_proj(torch.cat(parts, dim=1)))
         cls.append(state.cls[i] + module.out_proj(torch.cat(seen, dim=1)))
     compare_with_gradients(
         [after.s, after.cls],
