@@ -12,7 +12,7 @@ from gem.config import OptimConfig
 from gem.train.sharding import lookups
 
 # Learned inputs rather than weights: decay would only pull them towards each other.
-_UNDECAYED = ("bias", "seed", "quer", "cls", "gamma", "scale")
+_UNDECAYED = ("bias", "seed", "quer", "cls", "gamma", "scale", "sink")
 
 
 def lr_factor(step: int, total: int, warmup: int, final: float) -> float:
@@ -29,7 +29,7 @@ def lr_factor(step: int, total: int, warmup: int, final: float) -> float:
 def decays(name: str, parameter: Tensor) -> bool:
     """Whether weight decay applies: to matrices, not to norms, biases and learned seeds."""
     leaf = name.rsplit(".", 1)[-1]
-    return parameter.ndim >= 2 and not leaf.startswith(_UNDECAYED)
+    return parameter.ndim >= 2 and not any(word in leaf for word in _UNDECAYED)
 
 
 class Optimizers:

@@ -4,6 +4,7 @@ Tables are updated in the backward pass by fbgemm's fused row-wise Adagrad.
 """
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import PlannerError
 
 from gem.config import OptimConfig
 from gem.train.distributed import Ranks
@@ -45,7 +47,7 @@ def shard(model: nn.Module, optim: OptimConfig, ranks: Ranks) -> DistributedMode
     ranks. Table gradients, like the dense ones, are averaged over ranks.
 
     Raises:
-        torchrec.distributed.planner.types.PlannerError: the tables do not fit the devices.
+        ValueError: the tables do not fit the devices.
     """
     configs = []
     for module in model.modules():
@@ -72,7 +74,11 @@ def shard(model: nn.Module, optim: OptimConfig, ranks: Ranks) -> DistributedMode
             constraints=constraints,
             storage_reservation=FixedPercentageStorageReservation(_RESERVED),
         )
-        plan = planner.collective_plan(model, sharders, torch.distributed.group.WORLD)
+        try:
+            plan = planner.collective_plan(model, sharders, torch.distributed.group.WORLD)
+        except PlannerError as error:
+            cause = str(error).strip().splitlines()[0]
+            raise ValueError(f"the embedding tables cannot be placed: {cause}") from error
         wrapper = _OneRank() if ranks.world_size == 1 else DefaultDataParallelWrapper()
         sharded = DistributedModelParallel(
             model, device=ranks.device, plan=plan, sharders=sharders, data_parallel_wrapper=wrapper
@@ -165,8 +171,6 @@ def _restore(model: DistributedModelParallel, initial: dict[str, Tensor]) -> Non
 
 
 def _topology(ranks: Ranks) -> Topology:
-    import os
-
     sizes = partial(
         Topology,
         world_size=ranks.world_size,

@@ -126,6 +126,7 @@ def test_norms_biases_and_seeds_do_not_decay():
     assert not decays("features.bias", matrix)
     assert not decays("pool.seeds", matrix)
     assert not decays("pool.queries", matrix)
+    assert not decays("feed_forward.key_bias", matrix)
 
 
 def test_decay_pulls_matrices_alone(tmp_path, ranks):
