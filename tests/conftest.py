@@ -4,24 +4,16 @@ import pytest
 import torch
 
 
-def _poisoned(make):
-    def make_poisoned(*args, **kwargs):
-        x = make(*args, **kwargs)
-        if x.is_floating_point() and x.device.type != "meta":
-            x.detach().fill_(torch.nan)
-        return x
-
-    return make_poisoned
-
-
 @pytest.fixture
-def nan_poison(monkeypatch):
-    """Fills what torch.empty and its like return with NaN, so that unwritten memory shows."""
-    for owner, name in (
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch, "empty_strided"),
-        (torch.Tensor, "new_empty"),
-        (torch.Tensor, "new_empty_strided"),
-    ):
-        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+def nan_poison():
+    """Fills what torch.empty and its like return with NaN, so that unwritten memory shows.
+
+    PyTorch does so itself in its deterministic mode, below Python and for every device; patching
+    torch.empty instead would leak into the tables that torch builds from its own names.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

@@ -112,7 +112,7 @@ def random_problem(
     k_layout = JaggedLayout.from_lengths(k_lengths, device, rows=k_rows + spare)
     if broadcast:
         q_layout, q = None, make(q_lengths, 0, heads)
-        dout = make(len(k_lengths) * q_lengths, 0, heads).view(-1, *q.shape)
+        dout = make(len(k_lengths) * q_lengths, 0, heads).view(len(k_lengths), *q.shape)
     else:
         rows = sum(q_lengths)
         q_layout = (
