@@ -16,6 +16,9 @@ import json
 import os
 import random
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +89,8 @@ class Checkpoints:
 
     def _write(self, path: Path, tensors: dict[str, Any]) -> None:
         try:
-            dcp.save(tensors, checkpoint_id=path, process_group=self.ranks.host)
+            with _quiet():
+                dcp.save(tensors, checkpoint_id=path, process_group=self.ranks.host)
         except CheckpointException as error:
             raise OSError(f"cannot write the checkpoint {path}: {_cause(error)}") from error
 
@@ -152,9 +156,18 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Any], ranks: Ranks) -> Non
         ValueError: the checkpoint has no such tensor, or one of another shape.
     """
     try:
-        dcp.load(tensors, checkpoint_id=checkpoint / "tensors", process_group=ranks.host)
+        with _quiet():
+            dcp.load(tensors, checkpoint_id=checkpoint / "tensors", process_group=ranks.host)
     except CheckpointException as error:
         raise ValueError(f"{checkpoint} does not hold this model: {_cause(error)}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hides that torchrec's ShardedTensor is to make way for DTensor."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def _cause(error: CheckpointException) -> str:

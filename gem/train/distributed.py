@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from torch import Tensor
 
 _STAMP = "GEM_RUN_STAMP"
 
+# DistributedDataParallel's note on parameters with a dimension of size 1, which costs nothing.
+warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
 # torchrec's first look-up sets off a notice to users of torch.fx.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 

@@ -184,6 +184,7 @@ def test_a_signal_saves_and_the_same_command_with_resume_goes_on(cache, tmp_path
     keys[-1] = f"resume={told[2]}"
     done = subprocess.run(**command(cache, *keys), cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "a run that goes well is quiet"
     assert f"resumed at step {told[1]}" in done.stdout
     rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows if r["split"] == "train"] == list(range(1, 16))
