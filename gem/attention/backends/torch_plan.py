@@ -51,7 +51,7 @@ class Group:
         block: query rows of a band's tile.
         before: blocks of a band that lie before a tile's own block.
         edges: bands only: for each of a tile's blocks, the tiles (ascending) for which that block
-            lies outside of their sample; on the host.
+            lies outside of their sample.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Group:
     key_bias: Tensor | None = None
     block: int = 0
     before: int = 0
-    edges: tuple[Tensor, ...] = ()
+    edges: tuple[list[int], ...] = ()
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -75,7 +75,7 @@ class Group:
         return *self.q_rows.shape, self.k_rows.shape[1]
 
     def to(self, device: torch.device) -> Group:
-        """The group with its tensors on `device`, except `edges`."""
+        """The group with its tensors on `device`."""
         moved = {"masks": tuple((c, m.to(device, non_blocking=True)) for c, m in self.masks)}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -330,5 +330,5 @@ def _band(batch: _Batch, samples: Tensor, left: int, right: int, block: int) -> 
         right=right,
         block=block,
         before=before,
-        edges=tuple(column.nonzero()[:, 0] for column in outside.unbind(1)),
+        edges=tuple(column.nonzero()[:, 0].tolist() for column in outside.unbind(1)),
     )
