@@ -65,7 +65,9 @@ def attention(
         right=right,
         deterministic=deterministic,
     )
-    return backends.select(backend, call).forward(call, q, k, v)
+    # The kernel chose its precision; autocast would round the float32 sums inside it.
+    with torch.autocast(q.device.type, enabled=False):
+        return backends.select(backend, call).forward(call, q, k, v)
 
 
 @attention.register_fake
@@ -116,7 +118,8 @@ def attention_backward(
         right=right,
         deterministic=deterministic,
     )
-    grads = backends.select(backend, call).backward(call, dout, dlse, q, k, v, out, lse)
+    with torch.autocast(q.device.type, enabled=False):
+        grads = backends.select(backend, call).backward(call, dout, dlse, q, k, v, out, lse)
     for name, grad, x in zip(("dq", "dk", "dv"), grads, (q, k, v), strict=True):
         # Autograd would silently sum a dq of shape [batch, ...] over the batch.
         assert grad.shape == x.shape, f"{name} has shape {grad.shape}, not {x.shape}"

@@ -11,6 +11,8 @@ from gem.attention import (
     JaggedAttention,
     JaggedLayout,
     apply_rotary,
+    apply_sink,
+    jagged_attention,
     rotary_angles,
 )
 
@@ -252,3 +254,43 @@ def test_scores_are_scaled_by_the_head_dim():
     out = module(x[:1], JaggedLayout.from_lengths([1]), x, JaggedLayout.from_lengths([2]))
     weight = 1 / (1 + math.exp(-4 / math.sqrt(4)))
     torch.testing.assert_close(out[0, :2], torch.tensor([2 * weight, 1 - weight]))
+
+
+def test_autocast_rounds_projections_and_not_the_sums_inside():
+    """Same result as attention on the rounded projections without autocast."""
+    torch.manual_seed(0)
+    layout = JaggedLayout.from_lengths([5, 0, 300])
+    q, k, v = torch.randn(3, layout.rows, 2, 16).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = jagged_attention(q, k, v, layout, layout, window=(4, 0))
+    outside = jagged_attention(q, k, v, layout, layout, window=(4, 0))
+    assert inside.dtype == torch.bfloat16
+    assert torch.equal(inside, outside)
+
+
+def test_a_sink_is_one_more_key_with_the_value_zero():
+    torch.manual_seed(0)
+    layout = JaggedLayout.from_lengths(LENGTHS)
+    module = BroadcastAttention(8, 2, 3, sink=True, dtype=torch.float64)
+    torch.nn.init.normal_(module.sink)
+    x = torch.randn(layout.rows, 8, dtype=torch.float64)
+    pooled = module(x, layout)
+    for i in range(len(LENGTHS)):
+        rows = x[layout.offsets[i] : layout.offsets[i + 1]]
+        q, k, v = module.q_proj(module.queries), module.k_proj(rows), module.v_proj(rows)
+        parts = []
+        for h in range(2):
+            d = slice(4 * h, 4 * h + 4)
+            scores = torch.cat([q[:, d] @ k[:, d].T / 2, module.sink[h].expand(3, 1)], dim=1)
+            values = torch.cat([v[:, d], v.new_zeros(1, 4)])
+            parts.append(scores.softmax(1) @ values)
+        torch.testing.assert_close(pooled[i], module.out_proj(torch.cat(parts, dim=1)))
+
+
+def test_sink_of_an_empty_sample_has_finite_gradients():
+    lse = torch.tensor([[-torch.inf], [0.5]], requires_grad=True)
+    out = torch.tensor([[[0.0]], [[2.0]]], requires_grad=True)
+    sink = torch.zeros(1, requires_grad=True)
+    apply_sink(out, lse, sink).sum().backward()
+    for x in (lse, out, sink):
+        assert torch.isfinite(x.grad).all()
