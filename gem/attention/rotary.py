@@ -13,9 +13,9 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angles by which each row's pairs of features turn.
 
-    Pair i of `head_dim // 2` turns by `position * base ** (-2 i / head_dim)`. Two rows' score then
-    depends on the difference of their positions, or of whatever is given in their place: seconds,
-    the logarithm of an age, ...
+    Pair i of `head_dim // 2` turns by `position * base ** (-2 i / head_dim)`. The score of two
+    rows then depends on the difference of their positions, or of whatever is given in their place:
+    seconds, the logarithm of an age, ...
 
     Args:
         positions_or_times: `[rows]`, integer or float.
@@ -44,7 +44,7 @@ def rotary_angles(
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns feature i of each head and feature i + dim / 2 by the row's angle i.
+    """Turns the pair of features 2i and 2i + 1 of each head by the row's angle i.
 
     Args:
         x: `[rows, heads, dim]`, dim even.
@@ -80,10 +80,14 @@ class _Rotary(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[2] // 2
-    a, b = x[..., :half], x[..., half:]
-    cos, sin = cos[:, None], sin[:, None]
-    turned = torch.empty(x.shape, dtype=torch.result_type(x, cos), device=x.device)
-    torch.mul(a, cos, out=turned[..., :half]).addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=turned[..., half:]).addcmul_(a, sin)
-    return turned.to(x.dtype)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    cos, sin = cos[:, None].to(dtype), sin[:, None].to(dtype)
+    pairs = x.to(dtype).contiguous().unflatten(-1, (-1, 2))
+    if x.device.type == "cpu":  # a complex product is one pass, three times faster than four
+        if pairs.storage_offset() % 2:
+            pairs = pairs.clone()
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
+    else:
+        a, b = pairs.unbind(-1)
+        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return turned.flatten(-2).to(x.dtype)

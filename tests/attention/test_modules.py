@@ -195,12 +195,16 @@ def test_rotary_angles():
     assert rotary_angles(times, 4)[0].dtype == torch.float64
 
 
-def test_rotary_turns_pairs_as_complex_numbers():
+def test_rotary_turns_pairs_of_neighbours():
     x = torch.randn(5, 2, 6, dtype=torch.float64)
     cos, sin = rotary_angles(torch.rand(5, dtype=torch.float64) * 9, 6)
-    turned = torch.complex(x[..., :3], x[..., 3:]) * torch.complex(cos, sin)[:, None]
-    expected = torch.cat([turned.real, turned.imag], dim=-1)
+    a, b = x[..., ::2], x[..., 1::2]
+    cos_, sin_ = cos[:, None], sin[:, None]
+    expected = torch.stack([a * cos_ - b * sin_, a * sin_ + b * cos_], dim=-1).flatten(-2)
     torch.testing.assert_close(apply_rotary(x, cos, sin), expected)
+    shifted = torch.cat([torch.zeros(1, dtype=x.dtype), x.flatten()])[1:].view(x.shape)
+    for same in (shifted, x.transpose(0, 1).contiguous().transpose(0, 1)):
+        torch.testing.assert_close(apply_rotary(same, cos, sin), expected)
     inputs = x.requires_grad_()
     assert torch.autograd.gradcheck(lambda y: apply_rotary(y, cos, sin), inputs)
     half = apply_rotary(x.detach().bfloat16(), cos.float(), sin.float())

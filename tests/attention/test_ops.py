@@ -11,6 +11,7 @@ from gem.attention import (
     broadcast_attention,
     jagged_attention,
     ops,
+    rotary_angles,
 )
 from gem.attention.testing import random_problem
 
@@ -125,7 +126,8 @@ class Model(torch.nn.Module):
         self.pool = BroadcastAttention(16, 2, 3)
 
     def forward(self, x, layout, other, other_layout):
-        x = x + self.self_attention(x, layout)
+        angles = rotary_angles(torch.arange(x.shape[0]), 8)
+        x = x + self.self_attention(x, layout, rotary=angles)
         x = x + self.cross(x, layout, other, other_layout)
         return self.pool(x, layout)
 
