@@ -154,7 +154,7 @@ def test_changing_lengths_compile_at_most_twice():
     for lengths in ([3, 4, 2], [5, 4, 0], [2, 0, 70], [3, 4, 2], [0, 2, 0], [9, 200, 31]):
         inputs = batch(lengths)
         for a, b in zip(run(compiled, inputs), run(model, inputs), strict=True):
-            torch.testing.assert_close(a, b)
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert counter.frame_count <= 2
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     assert not torch._dynamo.utils.counters["graph_break"]
