@@ -149,12 +149,12 @@ def _scores(work: _Work, tiles: Group, chunk: Chunk, q: Tensor, k: Tensor) -> Te
 
 
 def _exponentials(s: Tensor, top: Tensor) -> Tensor:
-    """exp(s - top) in place.
+    """exp(s - top) in place, as exp2(log2(e) s - log2(e) top) with one rounding of the difference.
 
-    The difference is taken first: a factor of log2(e) on the scores would round them, and large
-    scores would feel it.
+    Rounding log2(e) top changes a row by a common factor only. To scale q or the products by
+    log2(e) instead would round every score, which large scores would feel.
     """
-    return s.sub_(top).mul_(LOG2_E).exp2_()
+    return torch.add(top * -LOG2_E, s, alpha=LOG2_E, out=s).exp2_()
 
 
 def _inverse(total: Tensor) -> Tensor:

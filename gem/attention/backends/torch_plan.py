@@ -108,9 +108,12 @@ class Plan:
 
 
 def padded_size(lengths: Tensor) -> Tensor:
-    """Lengths rounded up to at most a quarter more: multiples of 8, 16, 32, ... per octave."""
-    octave = (lengths.clamp(min=2) - 1).double().log2().floor().to(torch.int64)
-    step = 1 << (octave - 2).clamp(min=3)
+    """Lengths rounded up to 8, 16, 32, 64, 96, 128, 192, 256, 384, ...
+
+    Few sizes make few groups: a group costs some hundred microseconds however small it is.
+    """
+    octave = (lengths.clamp(min=5) - 1).double().log2().floor().to(torch.int64)
+    step = torch.where(octave < 6, 2 << octave, 1 << (octave - 1).clamp(min=0))
     return (lengths + step - 1) // step * step
 
 
