@@ -197,9 +197,7 @@ def _check_layout(layout: JaggedLayout, name: str, x: Tensor, rows_of: str) -> N
     if not isinstance(layout, JaggedLayout):
         raise ValueError(f"{name} must be a JaggedLayout, but got {type(layout).__name__}")
     if layout.rows != x.shape[0]:
-        raise ValueError(
-            f"{name} describes {layout.rows} rows, but {rows_of} have {x.shape[0]}"
-        )
+        raise ValueError(f"{name} describes {layout.rows} rows, but {rows_of} have {x.shape[0]}")
     if layout.device != x.device:
         raise ValueError(f"{name} is on {layout.device}, but {rows_of} are on {x.device}")
 

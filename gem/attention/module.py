@@ -49,9 +49,7 @@ class _Heads(nn.Module):
                 )
             head_dim = d_model // num_heads
         if not 1 <= head_dim <= functional.MAX_HEAD_DIM:
-            raise ValueError(
-                f"head_dim must be 1 to {functional.MAX_HEAD_DIM}, but is {head_dim}"
-            )
+            raise ValueError(f"head_dim must be 1 to {functional.MAX_HEAD_DIM}, but is {head_dim}")
         functional.check_backend(backend)
         self.d_model, self.num_heads, self.num_kv_heads = d_model, num_heads, num_kv_heads
         self.head_dim, self.qk_norm = head_dim, qk_norm
@@ -109,9 +107,7 @@ class _Heads(nn.Module):
     @staticmethod
     def _check_rows(x: Tensor, name: str, d_model: int) -> None:
         if x.dim() != 2 or x.shape[1] != d_model:
-            raise ValueError(
-                f"{name} must have shape [rows, {d_model}], but has {list(x.shape)}"
-            )
+            raise ValueError(f"{name} must have shape [rows, {d_model}], but has {list(x.shape)}")
 
 
 class JaggedAttention(_Heads):

@@ -145,8 +145,6 @@ def test_queries_that_are_expanded_or_views():
     views = Problem(**{**vars(problem), "q": wide[:, 2:4]})
     assert all(torch.equal(x, expected[name]) for name, x in attend(views).items())
     parameter = torch.nn.Parameter(torch.randn(4, 1, 16))
-    out = broadcast_attention(
-        parameter.expand(4, 2, 16), problem.k, problem.v, problem.k_layout
-    )
+    out = broadcast_attention(parameter.expand(4, 2, 16), problem.k, problem.v, problem.k_layout)
     out.sum().backward()
     assert parameter.grad.shape == parameter.shape

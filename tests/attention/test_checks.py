@@ -1,4 +1,4 @@
-"""Every error of the attention functions: its type, and that it names argument, given and wanted."""
+"""Every error of the attention functions: its type, and what it names."""
 
 import pytest
 import torch
@@ -33,7 +33,11 @@ SHARED = [
     ({"v": zeros(4, 4, 8)}, ValueError, r"same rows and heads.*\[5, 4, 8\] and \[4, 4, 8\]"),
     ({"v": zeros(5, 4, 16)}, ValueError, "one head dim, but have 8, 8 and 16"),
     ({"q": zeros(5, 4, 16)}, ValueError, "one head dim, but have 16, 8 and 8"),
-    ({name: zeros(5, 4, 264) for name in "qkv"}, ValueError, "head dim must be 1 to 256, but is 264"),
+    (
+        {name: zeros(5, 4, 264) for name in "qkv"},
+        ValueError,
+        "head dim must be 1 to 256, but is 264",
+    ),
     ({name: zeros(5, 4, 0) for name in "qkv"}, ValueError, "head dim must be 1 to 256, but is 0"),
     (
         {name: zeros(5, 3, 8) for name in "kv"},

@@ -146,7 +146,10 @@ def test_autocast():
         out = module(x, layout, rotary=rotary_angles(torch.arange(18), 8))
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(
-        out.float(), module(x, layout, rotary=rotary_angles(torch.arange(18), 8)), rtol=0.1, atol=0.1
+        out.float(),
+        module(x, layout, rotary=rotary_angles(torch.arange(18), 8)),
+        rtol=0.1,
+        atol=0.1,
     )
     out.sum().backward()
 

@@ -87,8 +87,12 @@ def test_a_narrow_window_costs_little_more_than_what_it_shows():
         assert worked < 2.2 * shown
 
 
-@pytest.mark.parametrize("window", [(None, None), (None, 0), (64, 64)], ids=str)
-def test_memory_is_bounded_by_the_chunk(window, monkeypatch):
+@pytest.mark.parametrize(
+    ("queries", "window"),
+    [(None, None), (None, (None, 0)), (None, (64, 64)), (1, None), (300, None)],
+    ids=str,
+)
+def test_memory_is_bounded_by_the_chunk(queries, window, monkeypatch):
     """No piece of working memory grows with the batch or with the product of lengths."""
     asked = []
     memory = torch_._Work.memory
@@ -99,7 +103,8 @@ def test_memory_is_bounded_by_the_chunk(window, monkeypatch):
         return x
 
     monkeypatch.setattr(torch_._Work, "memory", spy)
-    attend(random_problem([1500, 40, 900] + [30] * 200, window=window, dim=8))
+    lengths = [1500, 40, 900] + [30] * 400
+    attend(random_problem(queries or lengths, lengths, window=window, dim=16))
     assert max(asked) <= 1.1 * torch_.CHUNK
 
 

@@ -23,9 +23,8 @@ from gem.attention.backends import Call
 from gem.attention.backends.torch_plan import Group, Plan
 
 LOG2_E = math.log2(math.e)
-CHUNK = 1 << 19  # scores that are worked on at a time: 2 MiB, which caches hold
-
-KEEP = 1 << 21  # numbers of a piece of scratch memory that outlives its call
+CHUNK = 1 << 19  # scores (or numbers of keys) worked on at a time: 2 MiB, which caches hold
+KEEP = 2 * CHUNK  # numbers of a piece of scratch memory that outlives its call
 
 Chunk = tuple[int, int, int, int]  # first and last key head, first and last tile
 
@@ -96,9 +95,9 @@ class _Work:
     def chunks(self, tiles: Group) -> Iterator[Chunk]:
         """Cuts a group into chunks: tiles first, heads only where one tile is large."""
         n, mq, mk = tiles.size
-        pairs = self.group * mq * mk
-        heads = max(1, min(self.call.kv_heads, CHUNK // pairs))
-        step = max(1, CHUNK // (pairs * heads)) if heads == self.call.kv_heads else 1
+        numbers = max(self.group * mq, self.call.head_dim) * mk  # of scores, of keys
+        heads = max(1, min(self.call.kv_heads, CHUNK // numbers))
+        step = max(1, CHUNK // (numbers * heads)) if heads == self.call.kv_heads else 1
         for h in range(0, self.call.kv_heads, heads):
             for a in range(0, n, step):
                 yield h, min(h + heads, self.call.kv_heads), a, min(a + step, n)
