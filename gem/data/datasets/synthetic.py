@@ -21,7 +21,7 @@ from gem.data.datasets.truth import (
 )
 from gem.data.datasets.world import DAY, START, Events, World, make_world
 
-VERSION = 2
+VERSION = 3
 
 _ORDERS = 256
 _GROUP_ROWS = 2048
@@ -45,7 +45,7 @@ class Synthetic:
     """
 
     cache: str
-    num_rows: int = 160_000
+    num_rows: int = 64_000
     num_users: int = 2500
     num_items: int = 2000
     density: float = 0.1
