@@ -105,7 +105,10 @@ def test_types_arrive_as_declared():
         (["mode=eval"], "mode=eval needs ckpt="),
         (["mode=eval", "ckpt=a", "resume=b"], "resume continues training"),
         (["ckpt=a"], "mode=train does not read ckpt"),
-        (["model.d_model=33"], "model.d_model=33 does not divide into model.heads=2"),
+        (
+            ["model.heads=2", "model.d_model=33"],
+            "model.d_model=33 does not divide into model.heads=2",
+        ),
         (["model.pooling.queries=9"], "queries=9"),
         (["data.split.valid_fraction=0.95"], "leave rows to train on"),
         (["data.split.test_from=5"], "data.split takes either"),

@@ -22,9 +22,7 @@ class TaskHeads(nn.Module):
     ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(tokens * width)
-        self.heads = nn.ModuleList(
-            mlp([tokens * width, *hidden, 1], dropout) for _ in priors
-        )
+        self.heads = nn.ModuleList(mlp([tokens * width, *hidden, 1], dropout) for _ in priors)
         for head, prior in zip(self.heads, priors, strict=True):
             nn.init.zeros_(head[-1].weight)
             nn.init.constant_(head[-1].bias, math.log(prior / (1 - prior)))

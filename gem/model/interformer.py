@@ -68,9 +68,7 @@ class InterFormerLayer(nn.Module):
         self.summaries = nn.ModuleList(summaries)
         self.sequences = nn.ModuleList(sequences)
 
-    def forward(
-        self, x: Tensor, states: list[SequenceState]
-    ) -> tuple[Tensor, list[SequenceState]]:
+    def forward(self, x: Tensor, states: list[SequenceState]) -> tuple[Tensor, list[SequenceState]]:
         """x [B, N, D] and a state per sequence -> X' [B, M, D] and the new states."""
         summary = [summarise(s) for summarise, s in zip(self.summaries, states, strict=True)]
         weights = None if self.generation is None else self.generation(x)

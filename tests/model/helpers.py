@@ -82,9 +82,7 @@ def random_batch(schema: Schema, lengths: dict[str, list[int]], seed: int = 0) -
         )
     return Batch(
         dense=torch.randn(batch, len(schema.dense)),
-        sparse=jagged_ids(
-            [f.name for f in schema.sparse], [f.rows for f in schema.sparse], counts
-        ),
+        sparse=jagged_ids([f.name for f in schema.sparse], [f.rows for f in schema.sparse], counts),
         sequences=sequences,
         labels=torch.randint(0, 2, (batch, len(schema.tasks))).float(),
         weights=torch.ones(batch, len(schema.tasks)),

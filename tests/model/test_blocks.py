@@ -148,10 +148,14 @@ def test_sequence_attention_matches_the_loop(causal):
     )
 
 
-@pytest.mark.parametrize("make", [
-    lambda: PMA(8, 2, 3),
-    lambda: HSP(8, 2, 6, 3, 2),
-], ids=["pma", "hsp"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PMA(8, 2, 3),
+        lambda: HSP(8, 2, 6, 3, 2),
+    ],
+    ids=["pma", "hsp"],
+)
 def test_pooling_sees_its_own_sample_alone(make):
     """A batch of samples gives what each gives alone; an empty one depends on weights only."""
     torch.manual_seed(0)

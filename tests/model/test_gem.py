@@ -102,8 +102,10 @@ def test_history_matters_and_its_order_too():
     batch = random_batch(model.schema, LENGTHS)
     logits = model(batch)
     sequence = batch.sequences["items"]
-    older = replace(batch, sequences={**batch.sequences, "items": replace(
-        sequence, age=sequence.age * 10 + 3600)})
+    older = replace(
+        batch,
+        sequences={**batch.sequences, "items": replace(sequence, age=sequence.age * 10 + 3600)},
+    )
     changed = (model(older) - logits).abs().amax(dim=1)
     assert (changed[[0, 2, 3]] > 1e-6).all()
     assert (changed[[1, 4]] < 1e-6).all()
@@ -148,8 +150,11 @@ def test_visible_pairs_counts_the_mask(window):
     assert visible_pairs(lengths, left, right) == expected
 
 
-@pytest.mark.parametrize("changes", [CONFIGS["plain"], CONFIGS["hsp"], CONFIGS["no_sequences"]],
-                         ids=["plain", "hsp", "no_sequences"])
+@pytest.mark.parametrize(
+    "changes",
+    [CONFIGS["plain"], CONFIGS["hsp"], CONFIGS["no_sequences"]],
+    ids=["plain", "hsp", "no_sequences"],
+)
 def test_flops_agree_with_the_products_that_pytorch_counts(changes):
     """All but attention, whose padded chunks PyTorch would count: within a few per cent."""
     from torch.utils.flop_counter import FlopCounterMode
