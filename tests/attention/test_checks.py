@@ -22,6 +22,7 @@ SHARED = [
     ({"k": zeros(5, 8)}, ValueError, r"k must have shape \[rows, heads, dim\], but has \[5, 8\]"),
     ({"v": zeros(5, 4, 8).to_sparse()}, ValueError, "v must be a dense tensor"),
     ({"k": zeros(5, 4, 8).half()}, TypeError, "one dtype, but have torch.float32, torch.float16"),
+    ({"v": zeros(5, 4, 8).half()}, TypeError, "torch.float32, torch.float32 and torch.float16"),
     ({"q": zeros(5, 4, 8).bfloat16()}, TypeError, "one dtype, but have torch.bfloat16"),
     (
         {name: zeros(5, 4, 8, dtype=torch.int32) for name in "qkv"},
@@ -107,4 +108,6 @@ def test_the_unchanged_arguments_are_right():
 
 @pytest.mark.parametrize("window", [(3, None), (3, 0), (None, None), [3, 0]], ids=str)
 def test_causal_goes_with_windows_that_it_agrees_with(window):
-    jagged_attention(**arguments(), causal=True, window=window)
+    given = arguments(**{name: torch.randn(5, 4, 8) for name in "qkv"})
+    out = jagged_attention(**given, causal=True, window=window)
+    assert torch.equal(out, jagged_attention(**given, window=(window[0], 0)))

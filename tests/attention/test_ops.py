@@ -1,5 +1,7 @@
 """Autograd and torch.compile see attention as two custom ops."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -13,7 +15,7 @@ from gem.attention import (
     ops,
     rotary_angles,
 )
-from gem.attention.testing import random_problem
+from gem.attention.testing import attend, random_problem
 
 OPTIONS = [{}, {"causal": True}, {"window": (2, 1)}]
 
@@ -85,6 +87,31 @@ def test_second_derivatives_are_refused():
     grad = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
     with pytest.raises(RuntimeError):
         grad.sum().backward()
+
+
+def test_training_after_inference_in_a_fresh_thread():
+    """What the backend keeps between calls must not be bound to inference mode."""
+    problem = random_problem([40, 3], window=(2, 0))
+
+    def both():
+        with torch.inference_mode():
+            alone = jagged_attention(
+                problem.q, problem.k, problem.v, problem.q_layout, problem.k_layout, window=(2, 0)
+            )
+        results = attend(problem)
+        assert torch.equal(alone, results["out"])
+        return results
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(both).result()["dq"].isfinite().all()
+
+
+def test_modules_run_on_the_meta_device():
+    layout = JaggedLayout.from_lengths([3, 4]).to("meta")
+    with torch.device("meta"):
+        model = BroadcastAttention(16, 2, 3), JaggedAttention(16, 2, window=(1, 0))
+        x = torch.empty(7, 16)
+    assert model[0](model[1](x, layout), layout).shape == (2, 3, 16)
 
 
 def op_arguments(q_lengths, k_lengths, dtype=torch.float32):

@@ -87,7 +87,8 @@ class _Work:
         size = math.prod(shape)
         memory = self.scratch.get((name, self.dtype))
         if memory is None or memory.numel() < size:
-            memory = torch.empty(size, dtype=self.dtype, device=self.call.device)
+            with torch.inference_mode(False):  # it may serve a training step next
+                memory = torch.empty(size, dtype=self.dtype, device=self.call.device)
             if size <= KEEP:
                 self.scratch[name, self.dtype] = memory
         return memory[:size].view(shape)
