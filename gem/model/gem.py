@@ -54,8 +54,9 @@ class Gem(nn.Module):
         self.feature_tokens = FeatureTokens(schema, width, [s.name for s in self.sequences])
         self.event_tokens = nn.ModuleList(EventTokens(s, width) for s in self.sequences)
         tokens = self.feature_tokens.tokens
+        self.candidate = self._shared_tokens()
         has_cls = self.sequences and config.cls_tokens
-        self.cls = WeightGeneration(tokens, config.cls_tokens, width) if has_cls else None
+        self.cls = self._generation(tokens, config.cls_tokens, True) if has_cls else None
 
         summary = len(self.sequences) * summary_size(config)
         self.layers = nn.ModuleList()
@@ -65,6 +66,23 @@ class Gem(nn.Module):
         self.final = nn.ModuleList(self._summary(kernel) for _ in self.sequences)
         priors = [task.prior for task in schema.tasks]
         self.heads = TaskHeads(priors, tokens + summary, width, config.head_mlp, config.dropout)
+
+    def _shared_tokens(self) -> list[int]:
+        """Feature tokens on a table that a sequence uses; token 0 holds the dense values."""
+        tables = {
+            self.schema.table_of(f"{sequence.name}.{field.name}", field)
+            for sequence in self.sequences
+            for field in sequence.fields
+        }
+        return [
+            i + 1
+            for i, feature in enumerate(self.schema.sparse)
+            if self.schema.table_of(feature.name, feature) in tables
+        ]
+
+    def _generation(self, tokens: int, out: int, on_features: bool) -> WeightGeneration:
+        candidate = self.candidate if on_features else ()
+        return WeightGeneration(tokens, out, self.config.d_model, candidate)
 
     def _summary(self, kernel: dict) -> SequenceSummary:
         c, width = self.config.pooling, self.config.d_model
@@ -88,7 +106,7 @@ class Gem(nn.Module):
             for _ in self.sequences
         ]
         generates = blocks and has_ffn
-        generation = WeightGeneration(tokens, c.summary_tokens, width) if generates else None
+        generation = self._generation(tokens, c.summary_tokens, index == 0) if generates else None
         summaries = [self._summary(kernel) for _ in self.sequences]
         return InterFormerLayer(generation, interaction, summaries, blocks)
 

@@ -4,6 +4,8 @@ sequence side by side, both reading the layer's summaries.
 Shapes: B batch, N feature tokens, D width.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -14,12 +16,24 @@ from gem.model.wukong import WukongLayer
 
 
 class WeightGeneration(nn.Module):
-    """`X_sum = Gate(LCE(X))`: N tokens to n, the features' say in the sequence block (eq. 10)."""
+    """`X_sum = Gate(LCE(X))`: N tokens to n, the features' say in the sequence block (eq. 10).
 
-    def __init__(self, tokens: int, out: int, width: int) -> None:
+    Args:
+        tokens: N. out: n. width: D.
+        candidate: tokens on a table that an event's field uses too. The first of the n tokens
+            start as these, one each, so that from the first step on events are compared with the
+            candidate's own category, not with a random mixture of all features.
+    """
+
+    def __init__(
+        self, tokens: int, out: int, width: int, candidate: Sequence[int] = ()
+    ) -> None:
         super().__init__()
         self.compress = TokenLinear(tokens, out)
         self.gate = Gate(width)
+        with torch.no_grad():
+            for row, token in zip(self.compress.weight, candidate, strict=False):
+                row.mul_(0.1)[token] += 1
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, N, D] -> [B, n, D]."""

@@ -47,15 +47,17 @@ class Gate(nn.Module):
         return x * (2 * torch.sigmoid(self.linear(x)))
 
 
-def transposed_pair(width: int, inner: int) -> tuple[nn.Linear, nn.Linear]:
-    """Two linear maps, width to inner and back, that start as an orthogonal map and its transpose.
+def transposed_pair(width: int) -> tuple[nn.Linear, nn.Linear]:
+    """Value and output projections that start as an orthogonal map and its transpose.
 
-    As attention's value and output projections they let what is read pass unchanged at first, so
-    that pooled events still lie where features on the same table do.
+    What is read passes unchanged at first, so that pooled events still lie where features on the
+    same table do. The values' bias is a direction of its own: where attention has a sink, the
+    output holds it in proportion to how much was found.
     """
-    into = nn.Linear(width, inner, bias=False)
-    out = nn.Linear(inner, width, bias=False)
+    value = nn.Linear(width, width)
+    out = nn.Linear(width, width, bias=False)
     with torch.no_grad():
-        nn.init.orthogonal_(into.weight)
-        out.weight.copy_(into.weight.T)
-    return into, out
+        nn.init.orthogonal_(value.weight)
+        nn.init.normal_(value.bias)
+        out.weight.copy_(value.weight.T)
+    return value, out

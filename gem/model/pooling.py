@@ -17,7 +17,7 @@ def reader(
     attention = BroadcastAttention(
         width, heads, queries, sink=True, backend=backend, deterministic=deterministic
     )
-    attention.v_proj, attention.out_proj = transposed_pair(width, width)
+    attention.v_proj, attention.out_proj = transposed_pair(width)
     return attention
 
 

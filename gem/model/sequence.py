@@ -119,7 +119,7 @@ class SequenceAttention(nn.Module):
         with torch.no_grad():
             nn.init.orthogonal_(self.q_proj.weight)
             self.k_proj.weight.copy_(self.q_proj.weight)
-        self.v_proj, self.out_proj = transposed_pair(width, width)
+        self.v_proj, self.out_proj = transposed_pair(width)
         self.gamma = nn.Parameter(torch.full((width,), 0.1))
         self.sink = nn.Parameter(torch.zeros(heads)) if cls else None
 
