@@ -21,7 +21,7 @@ from gem.data.datasets.truth import (
 )
 from gem.data.datasets.world import DAY, START, Events, World, make_world
 
-VERSION = 3
+VERSION = 4
 
 _ORDERS = 256
 _GROUP_ROWS = 2048

@@ -7,7 +7,7 @@ that happened a_j days before the impression:
     loyalty   = sum over browse events of brand b of     V[k_j] * exp(-a_j / S[k_j])
     satiation = sum over purchases of category c of      exp(-a_j / 4)
     click     = bias + quality_i + context + age bucket x device - 0.25 * sensitivity_u * log p'
-                + 4.5 * (1 - exp(-interest)) + 1.2 * (1 - exp(-loyalty))
+                + 5.5 * (1 - exp(-interest)) + 1.2 * (1 - exp(-loyalty))
                 - 1.6 * min(satiation, 2)
     conversion (given click) = bias' + 1.6 * log(1 + wanted) - 0.6 * sensitivity_u * log p' + bucket
 
@@ -31,7 +31,7 @@ LOYALTY_WEIGHT = np.array([0.3, 1.0, 2.0])
 LOYALTY_DAYS = np.array([0.25, 1.0, 4.0])
 SATIATION_DAYS = 4.0
 
-INTEREST_GAIN = 4.5
+INTEREST_GAIN = 5.5
 LOYALTY_GAIN = 1.2
 SATIATION_GAIN = 1.6
 

@@ -175,7 +175,7 @@ def _make_items(rng: np.random.Generator, count: int) -> Items:
         category=category,
         brand=brand,
         price=np.exp(3.0 + level[category] + rng.normal(0, 0.6, size=count)).round(2),
-        quality=tagged + rng.normal(0, 0.35, size=count),
+        quality=tagged + rng.normal(0, 0.25, size=count),
         first_seen=rng.uniform(-400, 0, size=count),
         tags=tags,
         num_tags=num_tags,
