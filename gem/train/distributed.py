@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _STAMP = "GEM_RUN_STAMP"
+_stores: list[dist.Store] = []
 
 # DistributedDataParallel's note on parameters with a dimension of size 1, which costs nothing.
 warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
@@ -135,6 +136,7 @@ def run_stamp() -> str:
         stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             store, rank, _ = next(dist.rendezvous("env://"))
+            _stores.append(store)  # where this rank serves it, slower ranks still read it
             store = dist.PrefixStore("gem_run_stamp", store)
             if rank == 0:
                 store.set("stamp", stamp)

@@ -236,7 +236,7 @@ def _stamp(rank):
     try:
         return run_stamp()
     finally:
-        del os.environ["GEM_RUN_STAMP"]
+        os.environ.pop("GEM_RUN_STAMP", None)
 
 
 def test_a_group_ends_with_its_run(train):
