@@ -44,7 +44,6 @@ class Embeddings(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.dim = dim
         self.sparse = list(schema.sparse)
         self.fields = {s.name: [f"{s.name}.{f.name}" for f in s.fields] for s in sequences}
         features = {feature.name: feature for feature in self.sparse}

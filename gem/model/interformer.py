@@ -25,9 +25,7 @@ class WeightGeneration(nn.Module):
             candidate's own category, not with a random mixture of all features.
     """
 
-    def __init__(
-        self, tokens: int, out: int, width: int, candidate: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, tokens: int, out: int, width: int, candidate: Sequence[int] = ()) -> None:
         super().__init__()
         self.compress = TokenLinear(tokens, out)
         self.gate = Gate(width)
