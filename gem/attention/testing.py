@@ -11,9 +11,10 @@ the result does, and the unit is a few units in the last place instead.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from gem.attention.layout import JaggedLayout
 from gem.attention.reference import (
     broadcast_attention_reference,
     jagged_attention_reference,
-    visible,
 )
 
 # Where results are as exact as the yardstick, chance decides which of the two is nearer.
@@ -152,7 +152,9 @@ def attend(problem: Problem, backend: str = "auto", deterministic: bool = False)
 
 
 def reference(problem: Problem) -> dict:
-    """The same by the loop reference in float64."""
+    """The same in float64: by the loop reference, or chunk by chunk where the scores are many."""
+    if _scores(problem) > LOOP_LIMIT:
+        return reference_in_chunks(problem)
     q, k, v = (x.detach().double().requires_grad_() for x in (problem.q, problem.k, problem.v))
     k_offsets = problem.k_layout.offsets
     if problem.q_layout is None:
@@ -173,57 +175,214 @@ def reference(problem: Problem) -> dict:
     return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
 
 
-def yardstick(problem: Problem) -> dict:
-    """The same with a flash kernel's roundings, sample by sample."""
-    q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
-    work = torch.float64 if q.dtype == torch.float64 else torch.float32
-    broadcast = problem.q_layout is None
-    group = q.shape[1] // k.shape[1]
-    left, right = problem.sides
-    k_bounds = problem.k_layout.offsets.tolist()
-    q_bounds = None if broadcast else problem.q_layout.offsets.tolist()
-    result = {
-        "out": torch.zeros_like(dout),
-        "lse": torch.full(dout.shape[:-1], -torch.inf, dtype=work, device=q.device),
-        "dq": torch.zeros_like(q, dtype=work),
-        "dk": torch.zeros_like(k, dtype=work),
-        "dv": torch.zeros_like(v, dtype=work),
-    }
+def reference_in_chunks(problem: Problem, limit: int | None = None) -> dict:
+    """`reference` for big problems: samples of like length together, `limit` scores at a time.
+
+    Nothing is copied to the host, and memory beyond the results is bounded by a few times
+    `limit` numbers (or by those of one sample, where that is more).
+    """
+    result = _Results(problem, torch.float64)
+    for chunk in _chunks(problem, torch.float64, limit):
+        q, k, v = (x.detach().requires_grad_() for x in (chunk.q, chunk.k, chunk.v))
+        k_all, v_all = (x.repeat_interleave(chunk.group, dim=1) for x in (k, v))
+        # In float64 the place of the scale does not matter; the scores are the big tensor.
+        scores = (q * problem.factor @ k_all.mT).masked_fill(~chunk.seen, -torch.inf)
+        blind = ~chunk.seen.any(-1, keepdim=True)
+        with torch.no_grad():
+            lse = scores.logsumexp(-1)
+        # Blind rows get a finite stand-in: the gradient of an all -inf softmax is NaN.
+        weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+        out = weights @ v_all
+        grads = torch.autograd.grad(out, (q, k, v), chunk.dout)
+        result.put(chunk, out.detach(), lse, *grads)
+    return result.tensors()
+
+
+def yardstick(problem: Problem, limit: int | None = None) -> dict:
+    """The same with a flash kernel's roundings, chunk by chunk as `reference_in_chunks`."""
+    dtype = problem.q.dtype
+    work = torch.float64 if dtype == torch.float64 else torch.float32
+    result = _Results(problem, work)
 
     def rounded(x: Tensor) -> Tensor:
-        return x.to(q.dtype).to(work)
+        return x.to(dtype).to(work)
 
-    for i in range(problem.k_layout.batch_size):
-        keys = slice(*k_bounds[i : i + 2])
-        rows = slice(None) if broadcast else slice(*q_bounds[i : i + 2])
-        place = i if broadcast else rows
-        if keys.start == keys.stop:
-            continue
-        # [heads, rows, dim]
-        q_i, do_i = q[rows].to(work).transpose(0, 1), dout[place].to(work).transpose(0, 1)
-        k_i, v_i = (
-            x[keys].to(work).transpose(0, 1).repeat_interleave(group, dim=0) for x in (k, v)
+    with _true_float32():
+        for chunk in _chunks(problem, work, limit):
+            q, do = chunk.q, chunk.dout
+            k, v = (x.repeat_interleave(chunk.group, dim=1) for x in (chunk.k, chunk.v))
+            s = (q @ k.mT).mul_(problem.factor).masked_fill_(~chunk.seen, -torch.inf)
+            top = s.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+            p = (s - top).exp_()
+            total = p.sum(-1, keepdim=True)
+            out = rounded((rounded(p) @ v / total).masked_fill_(total == 0, 0.0))
+            lse = top + total.log()
+            p = s.sub_(lse).exp_().masked_fill_(lse == -torch.inf, 0.0)
+            delta = (do * out).sum(-1, keepdim=True)
+            ds = rounded((do @ v.mT).sub_(delta).mul_(p))
+            dq = ds @ k * problem.factor
+            shape = (k.shape[0], -1, chunk.group, *k.shape[2:])
+            dk = (ds.mT @ q * problem.factor).view(shape).sum(2)
+            dv = (rounded(p).mT @ do).view(shape).sum(2)
+            result.put(chunk, out, lse[..., 0], dq, dk, dv)
+    results = result.tensors()
+    return {n: x if n == "lse" else x.to(dtype) for n, x in results.items()}
+
+
+# Problems with more scores than this leave the plain loops.
+LOOP_LIMIT = 2**24
+
+
+def _scores(problem: Problem) -> int:
+    q_lengths = problem.q.shape[0] if problem.q_layout is None else problem.q_layout.lengths
+    return int((problem.k_layout.lengths * q_lengths).sum()) * problem.q.shape[1]
+
+
+@contextlib.contextmanager
+def _true_float32() -> Iterator[None]:
+    """Float32 products on a GPU without the TF32 rounding that a user may have allowed."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """Some samples of a problem, padded with zeros to a common length.
+
+    q and dout are `[n, heads, queries, dim]`, k and v `[n, kv_heads, keys, dim]`, seen
+    `[n, 1, queries, keys]`; padded keys are not seen, padded queries see every key and have a
+    dout of 0. `places` says where each row of q (or of dout) and of k lies in the packed tensors,
+    the row past their end for padding.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    seen: Tensor
+    group: int
+    places: tuple[Tensor, Tensor]
+
+
+def _chunks(problem: Problem, dtype: torch.dtype, limit: int | None) -> Iterator[_Chunk]:
+    """The samples that have queries and keys, sorted by length; a chunk holds `limit` scores."""
+    q, k, device = problem.q, problem.k, problem.q.device
+    heads, broadcast = q.shape[1], problem.q_layout is None
+    if limit is None:
+        limit = 2**26 if device.type == "cuda" else 2**20
+    k_lengths, k_offsets = problem.k_layout.lengths, problem.k_layout.offsets
+    if broadcast:
+        q_lengths = torch.full_like(k_lengths, q.shape[0])
+        q_offsets = torch.arange(len(k_lengths) + 1, device=device) * q.shape[0]
+    else:
+        q_lengths, q_offsets = problem.q_layout.lengths, problem.q_layout.offsets
+    dout = problem.dout.flatten(0, 1) if broadcast else problem.dout
+    order = (k_lengths * 2**31 + q_lengths).argsort()
+    order = order[(q_lengths * k_lengths)[order] > 0]
+    q_sizes, k_sizes = q_lengths[order].tolist(), k_lengths[order].tolist()
+    on_device = order.to(device)
+    begin = 0
+    while begin < len(order):
+        end, queries = begin, 0
+        while end < len(order):
+            longest = max(queries, q_sizes[end])
+            if end > begin and (end + 1 - begin) * heads * longest * k_sizes[end] > limit:
+                break
+            queries, end = longest, end + 1
+        samples, keys = on_device[begin:end], k_sizes[end - 1]
+        q_place, q_valid, q_length = _places(q_offsets, samples, queries, dout.shape[0])
+        k_place, k_valid, k_length = _places(k_offsets, samples, keys, k.shape[0])
+        seen = _seen(q_length, k_length, q_valid, k_valid, problem.sides)
+        yield _Chunk(
+            q.to(dtype).transpose(0, 1).expand(end - begin, -1, -1, -1)
+            if broadcast
+            else _padded(q, q_place, q_valid, dtype),
+            _padded(k, k_place, k_valid, dtype),
+            _padded(problem.v, k_place, k_valid, dtype),
+            _padded(dout, q_place, q_valid, dtype),
+            seen,
+            heads // k.shape[1],
+            (q_place, k_place),
         )
-        seen = visible(q_i.shape[1], k_i.shape[1], left, right, q.device)
-        s = (q_i @ k_i.mT * problem.factor).masked_fill_(~seen, -torch.inf)
-        top = s.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
-        p = (s - top).exp()
-        total = p.sum(-1, keepdim=True)
-        out = rounded((rounded(p) @ v_i / total).masked_fill_(total == 0, 0.0))
-        lse = top + total.log()
-        p = (s - lse).exp().masked_fill_(lse == -torch.inf, 0.0)
-        delta = (do_i * out).sum(-1, keepdim=True)
-        ds, p = rounded(p * (do_i @ v_i.mT - delta)), rounded(p)
-        shape = (k.shape[1], group, k_i.shape[1], k.shape[2])
-        result["out"][place] = out.transpose(0, 1).to(q.dtype)
-        result["lse"][place] = lse[..., 0].transpose(0, 1)
-        result["dq"][rows] += (ds @ k_i * problem.factor).transpose(0, 1)
-        dk = (ds.mT @ q_i * problem.factor).view(shape).sum(1)
-        result["dk"][keys] = dk.transpose(0, 1)
-        result["dv"][keys] = (p.mT @ do_i).view(shape).sum(1).transpose(0, 1)
-    for name in ("dq", "dk", "dv"):
-        result[name] = result[name].to(q.dtype)
-    return result
+        begin = end
+
+
+def _places(
+    offsets: Tensor, samples: Tensor, length: int, rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Row of each padded position `[n, length]` (`rows` for padding), which are real, lengths."""
+    first = offsets[samples].long()[:, None]
+    lengths = offsets[samples + 1].long()[:, None] - first
+    position = torch.arange(length, device=offsets.device)
+    valid = position < lengths
+    return torch.where(valid, first + position, rows), valid, lengths
+
+
+def _padded(x: Tensor, place: Tensor, valid: Tensor, dtype: torch.dtype) -> Tensor:
+    rows = x[place.clamp(max=x.shape[0] - 1)].to(dtype)
+    return torch.where(valid[..., None, None], rows, 0.0).transpose(1, 2)
+
+
+def _seen(
+    q_length: Tensor,
+    k_length: Tensor,
+    q_valid: Tensor,
+    k_valid: Tensor,
+    sides: tuple[int | None, int | None],
+) -> Tensor:
+    left, right = sides
+    seen = k_valid[:, None, :]
+    if left is None and right is None:
+        return seen[:, None]
+    i = torch.arange(q_valid.shape[1], device=q_valid.device) + (k_length - q_length)
+    i, j = i[:, :, None], torch.arange(k_valid.shape[1], device=q_valid.device)
+    if left is not None:
+        seen = seen & (j >= i - left)
+    if right is not None:
+        seen = seen & (j <= i + right)
+    return (seen | (~q_valid[:, :, None] & k_valid[:, None, :]))[:, None]
+
+
+class _Results:
+    """The packed results of a problem, filled chunk by chunk."""
+
+    def __init__(self, problem: Problem, dtype: torch.dtype) -> None:
+        q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
+        self.broadcast = problem.q_layout is None
+        self.shape = dout.shape
+        flat = dout.flatten(0, 1) if self.broadcast else dout
+        rows = {"out": flat, "dq": q if self.broadcast else flat, "dk": k, "dv": v}
+        # One row more than needed takes what padded positions write.
+        self.buffers = {
+            name: torch.zeros(x.shape[0] + 1, *x.shape[1:], dtype=dtype, device=q.device)
+            for name, x in rows.items()
+        }
+        self.buffers["lse"] = torch.full(
+            (flat.shape[0] + 1, q.shape[1]), -torch.inf, dtype=dtype, device=q.device
+        )
+
+    def put(
+        self, chunk: _Chunk, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> None:
+        """`[n, heads, rows, dim]` each; lse `[n, heads, rows]`."""
+        q_place, k_place = chunk.places
+        where = {"out": q_place, "lse": q_place, "dq": q_place, "dk": k_place, "dv": k_place}
+        for name, x in zip(NAMES, (out, lse, dq, dk, dv), strict=True):
+            if name == "dq" and self.broadcast:
+                self.buffers[name][:-1] += x.sum(0).transpose(0, 1)
+            else:
+                rows = x.transpose(1, 2).flatten(0, 1)
+                self.buffers[name].index_copy_(0, where[name].flatten(), rows)
+
+    def tensors(self) -> dict:
+        results = {name: self.buffers[name][:-1] for name in NAMES}
+        for name, shape in (("out", self.shape), ("lse", self.shape[:-1])):
+            results[name] = results[name].view(shape)
+        return results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,39 +406,59 @@ class Comparison:
         return max(math.inf if math.isnan(r) else r for r in ratios)
 
 
+class Judge:
+    """The reference and the yardstick of one problem, computed once for many results.
+
+    Attributes:
+        yardstick: the yardstick's errors by name, each (by maximum, by root mean square).
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.exact = reference(problem)
+        self.yardstick = {n: _errors(x, self.exact[n]) for n, x in yardstick(problem).items()}
+        self.dtype = problem.q.dtype
+
+    def compare(self, results: dict) -> dict[str, Comparison]:
+        """Each tensor of `results`, as `compare` of this module."""
+        lse_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        compared = {}
+        for name, result in results.items():
+            exact = self.exact[name]
+            if result.shape != exact.shape:
+                raise AssertionError(
+                    f"{name} has shape {list(result.shape)}, not {list(exact.shape)}"
+                )
+            unit = UNITS[lse_dtype if name == "lse" else self.dtype]
+            compared[name] = Comparison(_errors(result, exact), self.yardstick[name], unit)
+        return compared
+
+
 def compare(results: dict, problem: Problem) -> dict[str, Comparison]:
     """Each tensor of `results` (see `attend`) beside the reference and the yardstick.
 
     Where the reference is infinite (the log-sum-exp of a query that sees nothing) the result must
     be the same infinity; other entries that are not finite count as an infinite error.
     """
-    exact, rough = reference(problem), yardstick(problem)
-    dtype = problem.q.dtype
-    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    compared = {}
-    for name, result in results.items():
-        if result.shape != exact[name].shape:
-            raise AssertionError(
-                f"{name} has shape {list(result.shape)}, not {list(exact[name].shape)}"
-            )
-        errors = _errors(result, exact[name])
-        unit = UNITS[lse_dtype if name == "lse" else dtype]
-        compared[name] = Comparison(errors, _errors(rough[name], exact[name]), unit)
-    return compared
+    return Judge(problem).compare(results)
 
 
 def _errors(result: Tensor, exact: Tensor) -> tuple[float, float]:
     """Error by maximum and by root mean square, relative to the same of the exact tensor."""
     if exact.numel() == 0:
         return 0.0, 0.0
-    result = result.double()
-    same = result == exact  # infinities too
-    error = torch.where(same, 0.0, result - exact)
-    error = torch.where(error.isfinite(), error.abs(), torch.inf)
-    size = torch.where(exact.isfinite(), exact, 0.0).abs()
-    largest = float(size.max()) or 1.0
-    mean = float(size.square().mean().sqrt()) or 1.0
-    return float(error.max()) / largest, float(error.square().mean().sqrt()) / mean
+    error_max, error_sum, size_max, size_sum = exact.new_zeros(4).double().unbind()
+    step = max(1, 2**26 // max(1, exact[0].numel()))
+    for begin in range(0, exact.shape[0], step):
+        truth, part = exact[begin : begin + step], result[begin : begin + step].double()
+        same = part == truth  # infinities too
+        error = torch.where(same, 0.0, part - truth)
+        error = torch.where(error.isfinite(), error.abs_(), torch.inf)
+        size = torch.where(truth.isfinite(), truth, 0.0).abs_()
+        error_max, size_max = error_max.maximum(error.max()), size_max.maximum(size.max())
+        error_sum, size_sum = error_sum + error.square_().sum(), size_sum + size.square_().sum()
+    sums = torch.stack([error_sum, size_sum]).div(exact.numel()).sqrt()
+    worst, largest, mean_error, mean_size = torch.stack([error_max, size_max, *sums]).tolist()
+    return worst / (largest or 1.0), mean_error / (mean_size or 1.0)
 
 
 def assert_close_to_reference(results: dict, problem: Problem) -> dict[str, Comparison]:
