@@ -1,0 +1,211 @@
+"""The attention benchmark: every backend and every peer on the rows of shapes.yaml.
+
+    python -m bench.attention                                   # all rows, both passes
+    python -m bench.attention --sets broadcast --rows '*d64*' --pass forward --deadline 500
+    python -m bench.attention --table FILE.json                 # print the tables again
+    python -m bench.attention --plot FILE.json                  # FILE.png
+    python -m bench.attention --docs FILE.json                  # rewrite docs/benchmarks.md
+    python -m bench.attention --profile ROW --pass backward --contenders triton
+
+Rows that the results file already has from this boot of the machine are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from bench import machine, report
+from bench.inputs import fresh_seed
+from bench.peers import contenders as all_contenders
+from bench.results_file import ResultsFile, read
+from bench.roofline import measure_ceilings
+from bench.row import PASSES, DeviceLost, Outcome, measure_row, summarise
+from bench.shapes import SHAPES, Row, choose, load
+from bench.timing import side_stream
+
+ROOT = Path(__file__).resolve().parent
+PAGE = ROOT.parent / "docs" / "benchmarks.md"
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m bench.attention", description=__doc__.split("\n\n")[0]
+    )
+    add = parser.add_argument
+    add("--sets", nargs="+", default=[], metavar="SET", help="sets of the shapes file (all)")
+    add("--rows", nargs="+", default=[], metavar="NAME", help="row names or patterns (all)")
+    add("--pass", nargs="+", default=list(PASSES), choices=PASSES, dest="passes")
+    add("--contenders", nargs="+", default=[], metavar="NAME", help="peers and backends (all)")
+    add("--without", nargs="+", default=[], metavar="NAME", help="contenders left out")
+    add("--out", type=Path, default=ROOT / "results" / "attention.json", help="JSON to add to")
+    add("--shapes", type=Path, default=SHAPES, help="another file of rows")
+    add("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    add("--deterministic", action="store_true", help="ask our backends for the same bits")
+    add("--min-ms", type=float, default=50.0, help="at least so much of repeats per contender")
+    add("--deadline", type=float, metavar="SECONDS", help="start no row that would end later")
+    add("--again", action="store_true", help="measure rows anew that are done")
+    add("--seed", type=int, help="of the data (default: fresh for every row, recorded)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--brief", action="store_true", help="no tables at the end")
+    add("--list", action="store_true", help="print rows and contenders, measure nothing")
+    for name, text in (
+        ("table", "print the tables of results"),
+        ("markdown", "print results as Markdown"),
+        ("docs", "rewrite the results in docs/benchmarks.md"),
+        ("plot", "draw results as a PNG beside them"),
+    ):
+        add(f"--{name}", type=Path, metavar="FILE.json", help=text)
+    add("--profile", metavar="ROW", help="one row under Nsight Compute")
+    add("--under-ncu", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    try:
+        args.rows = choose(load(args.shapes), args.sets, args.rows)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    known = all_contenders(args.deterministic)
+    if unknown := [n for n in [*args.contenders, *args.without] if n not in known]:
+        parser.error(f"contenders must be among {list(known)}, but got {unknown}")
+    args.contenders = [
+        n for n in known if (not args.contenders or n in args.contenders) and n not in args.without
+    ]
+    return args
+
+
+def show(args: argparse.Namespace) -> bool:
+    """Serves the options that measure nothing; False where there is none."""
+    if args.table:
+        report.print_tables(read(args.table))
+    elif args.markdown:
+        print(report.markdown(read(args.markdown)))
+    elif args.docs:
+        report.rewrite(PAGE, read(args.docs))
+    elif args.plot:
+        from bench.plot import plot
+
+        plot(read(args.plot), args.plot.with_suffix(".png"))
+        print(args.plot.with_suffix(".png"))
+    elif args.list:
+        for row in args.rows:
+            print(f"{row.set:<10} {row.name}")
+        print("contenders:", *args.contenders)
+    else:
+        return False
+    return True
+
+
+def run(args: argparse.Namespace, command: str) -> int:
+    """Measures the rows; 0, or 3 where a contender took the GPU with it."""
+    began = time.monotonic()
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    facts = machine.describe(device)
+    results = ResultsFile(args.out, facts["loan"], load(args.shapes))
+    known = all_contenders(args.deterministic)
+    chosen = [known[name] for name in args.contenders]
+
+    def passes_left(row: Row) -> list[str]:
+        key = (args.dtype, args.deterministic, args.contenders)
+        return [p for p in args.passes if args.again or not results.is_done(row.name, p, *key)]
+
+    todo = [row for row in args.rows if passes_left(row)]
+    print(
+        f"{facts['gpu'] or 'CPU'}, loan {facts['loan']}: {len(todo)} of {len(args.rows)} rows to "
+        f"measure with {' '.join(args.contenders)}",
+        flush=True,
+    )
+    left, longest = list(todo), 0.0
+    with side_stream(device):
+        ceilings = results.ceilings(args.dtype)
+        if ceilings is None:
+            ceilings = {**measure_ceilings(dtype, device), "dtype": args.dtype}
+        results.start(facts, command, date.today().isoformat(), ceilings)
+        print(
+            f"ceilings: {ceilings['matmul_tflops']:.0f} TFLOP/s, {ceilings['copy_tb_s']:.2f} TB/s",
+            flush=True,
+        )
+        for i, row in enumerate(todo):
+            elapsed = time.monotonic() - began
+            if args.deadline is not None and elapsed + 1.2 * longest > args.deadline:
+                break
+            passes = passes_left(row)
+            seed = fresh_seed() if args.seed is None else args.seed
+            try:
+                outcomes, yardstick, sets = measure_row(
+                    row,
+                    chosen,
+                    passes,
+                    dtype=dtype,
+                    device=device,
+                    seed=seed,
+                    min_ms=args.min_ms,
+                    faults=results.faults(row.name),
+                )
+            except DeviceLost as lost:
+                results.add_fault(row.name, lost.direction, lost.contender, lost.reason)
+                print(f"{row.name}: {lost}; run the same command again, it leaves this out")
+                return 3
+            ours = [c.name for c in chosen if c.ours]
+            entries = [
+                summarise(row, p, outcomes[p], yardstick, ceilings, ours, dtype)
+                | {
+                    "deterministic": args.deterministic,
+                    "contenders": args.contenders,
+                    "seed": seed,
+                    "input_sets": sets,
+                }
+                for p in passes
+            ]
+            results.put(entries)
+            left.remove(row)
+            took = time.monotonic() - began - elapsed
+            longest = max(longest, took)
+            print(f"[{i + 1}/{len(todo)}] {row.name} ({took:.0f} s, at {elapsed + took:.0f} s)")
+            for p in passes:
+                print(f"  {progress(p, outcomes[p])}", flush=True)
+    if left:
+        print(f"deadline: {len(left)} rows left: {' '.join(row.name for row in left)}")
+    print(f"{args.out.name}: {'complete' if results.complete else 'not complete'}")
+    if not args.brief:
+        report.print_tables(results.data)
+    return 0
+
+
+def progress(direction: str, outcomes: dict[str, Outcome]) -> str:
+    """One short line: milliseconds by contender, or what became of it."""
+    parts = []
+    for name, outcome in outcomes.items():
+        if outcome.timing is not None:
+            mark = {"graph": "", "wall": "", "profiler": "~"}[outcome.timing.timer]
+            parts.append(f"{name} {mark}{outcome.timing.ms:.3f}")
+        elif outcome.compared is not None:
+            parts.append(f"{name} BROKEN")
+    skipped = [n for n, o in outcomes.items() if o.skipped is not None]
+    return f"{direction[:3]} ms: {' '.join(parts)}" + (
+        f" | no {','.join(skipped)}" if skipped else ""
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = parse(argv)
+    command = shlex.join(["python", "-m", "bench.attention", *argv])
+    if show(args):
+        return 0
+    if args.profile:
+        from bench.nsight import profile_row
+
+        return profile_row(args, argv)
+    return run(args, command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""One row of the benchmark: every contender on the same fresh data, checked and then timed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from bench.inputs import make_problems
+from bench.peers.base import Contender, Route, Unavailable
+from bench.roofline import roofline_ms
+from bench.shapes import Row
+from bench.timing import Timing, measure, peak_gib, short_reason
+from gem.attention.testing import Comparison, Judge
+
+PASSES = ("forward", "backward")
+GRADIENTS = ("dq", "dk", "dv")
+
+
+class DeviceLost(RuntimeError):
+    """A contender left the GPU unusable for this process."""
+
+    def __init__(self, contender: str, direction: str, reason: str) -> None:
+        super().__init__(f"{contender} ({direction}) left the GPU unusable: {reason}")
+        self.contender, self.direction, self.reason = contender, direction, reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of one contender in one pass.
+
+    Attributes:
+        skipped: why it was not run; then all else is None.
+        compared: each result beside the yardstick.
+        timing, peak_gib: None where the rule is broken.
+        route: the label of its fastest route.
+    """
+
+    skipped: str | None = None
+    compared: dict[str, Comparison] | None = None
+    timing: Timing | None = None
+    peak_gib: float | None = None
+    route: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the result obeys the rule of `gem.attention.testing`."""
+        return self.compared is not None and all(c.ratio <= 1 for c in self.compared.values())
+
+    @property
+    def error_ratio(self) -> float | None:
+        """The worst error over the yardstick's of the same tensor and measure."""
+        if self.compared is None:
+            return None
+        return max(
+            (e / y if y else math.inf) if e else 0.0
+            for c in self.compared.values()
+            for e, y in zip(c.errors, c.yardstick, strict=True)
+        )
+
+
+def measure_row(
+    row: Row,
+    contenders: Sequence[Contender],
+    passes: Sequence[str],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    min_ms: float,
+    faults: dict[tuple[str, str], str] | None = None,
+) -> tuple[dict[str, dict[str, Outcome]], dict[str, tuple[float, float]], int]:
+    """Outcomes by pass and contender, the yardstick's errors, and the number of input sets.
+
+    Args:
+        faults: reasons not to run a (contender, pass), from an earlier run that it ended.
+
+    Raises:
+        DeviceLost: if the GPU does not answer after a contender.
+    """
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    problems = make_problems(row, dtype, device, seed, l2)
+    judge = Judge(problems[0])
+    outcomes: dict[str, dict[str, Outcome]] = {p: {} for p in passes}
+    for contender in contenders:
+        found = _run(contender, problems, passes, judge, min_ms, faults or {})
+        for direction, outcome in found.items():
+            outcomes[direction][contender.name] = outcome
+    return outcomes, judge.yardstick, len(problems)
+
+
+def _run(
+    contender: Contender,
+    problems: list,
+    passes: Iterable[str],
+    judge: Judge,
+    min_ms: float,
+    faults: dict[tuple[str, str], str],
+) -> dict[str, Outcome]:
+    """Each pass by the fastest of the contender's routes that obeys the rule."""
+    try:
+        builders = contender.routes(problems)
+    except Unavailable as reason:
+        return {direction: Outcome(skipped=str(reason)[:200]) for direction in passes}
+    tried: dict[str, list[Outcome]] = {direction: [] for direction in passes}
+    for label, build in builders.items():
+        routes: list[Route] | None = None
+        for direction in passes:
+            if (contender.name, direction) in faults:
+                tried[direction].append(Outcome(skipped=faults[contender.name, direction]))
+                continue
+            try:
+                if routes is None:
+                    routes = build()
+                outcome = _time_route(routes, direction, label, judge, min_ms)
+            except Exception as error:  # noqa: BLE001 - a peer may fail in any way
+                reason = str(error) if isinstance(error, Unavailable) else short_reason(error)
+                error.__traceback__ = None  # its frames hold tensors
+                outcome = Outcome(skipped=f"{label}: {reason}" if label else reason)
+                for route in routes or ():
+                    route.release()
+                _check_device(problems[0].q.device, contender.name, direction)
+            tried[direction].append(outcome)
+        del routes
+        _free(problems[0].q.device)
+    return {direction: best(outcomes) for direction, outcomes in tried.items()}
+
+
+def best(outcomes: Sequence[Outcome]) -> Outcome:
+    """The fastest that obeys the rule, else one that breaks it, else why all were skipped."""
+    if right := [o for o in outcomes if o.timing is not None and o.holds]:
+        return min(right, key=lambda o: o.timing.ms)
+    if broken := [o for o in outcomes if o.compared is not None]:
+        return broken[0]
+    return Outcome(skipped="; ".join(dict.fromkeys(o.skipped or "" for o in outcomes))[:400])
+
+
+def _time_route(
+    routes: list[Route], direction: str, label: str, judge: Judge, min_ms: float
+) -> Outcome:
+    device = routes[0].problem.q.device
+    if direction == "forward":
+        calls: list[Callable] = [route.forward for route in routes]
+        compared = judge.compare({"out": calls[0]()})
+    else:
+        for route in routes:
+            route.prepare_backward()
+        calls = [route.backward for route in routes]
+        compared = judge.compare(dict(zip(GRADIENTS, calls[0](), strict=True)))
+    try:
+        if not all(c.ratio <= 1 for c in compared.values()):
+            return Outcome(compared=compared, route=label)
+        peak = peak_gib(calls[0], device)
+        timing = measure(calls, device, min_ms)
+        return Outcome(compared=compared, timing=timing, peak_gib=peak, route=label)
+    finally:
+        for route in routes:
+            route.release()
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _check_device(device: torch.device, contender: str, direction: str) -> None:
+    """Raises DeviceLost where the GPU's error outlives the call that made it."""
+    if device.type != "cuda":
+        return
+    with contextlib.suppress(Exception):  # an error of the call itself may be reported once more
+        torch.cuda.synchronize(device)
+    try:
+        torch.cuda.synchronize(device)
+        assert float(torch.ones(1, device=device).sum()) == 1.0
+    except Exception as error:  # noqa: BLE001
+        raise DeviceLost(contender, direction, short_reason(error)) from error
+
+
+def summarise(
+    row: Row,
+    direction: str,
+    outcomes: dict[str, Outcome],
+    yardstick: dict[str, tuple[float, float]],
+    ceilings: dict[str, float],
+    ours: Iterable[str],
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict:
+    """The row's entry in the results file; `ours` are the names that are no peers."""
+    timed = {n: o for n, o in outcomes.items() if o.timing is not None and o.holds}
+    flops = row.flops(direction)
+    ms = {n: o.timing.ms for n, o in timed.items()}
+    ours = set(ours)
+    our_best = min((n for n in ms if n in ours), key=ms.get, default=None)
+    peer_best = min((n for n in ms if n not in ours), key=ms.get, default=None)
+    floor = roofline_ms(row, direction, ceilings, dtype.itemsize)
+    mine = outcomes[our_best] if our_best else None
+    names = ("out",) if direction == "forward" else GRADIENTS
+    return {
+        "set": row.set,
+        "name": row.name,
+        "pass": direction,
+        "dtype": str(dtype).removeprefix("torch."),
+        "batch": row.batch,
+        "queries": row.queries,
+        "heads": row.heads,
+        "kv_heads": row.kv_heads,
+        "dim": row.dim,
+        "max_keys": row.max_keys,
+        "density": row.density,
+        "causal": row.causal,
+        "window": list(row.window) if row.window else None,
+        "key_rows": int(row.lengths().sum()),
+        "pairs": row.pairs(),
+        "ms": ms,
+        "tflops": {n: flops / t / 1e9 for n, t in ms.items()},
+        "host_us": {n: o.timing.host_us for n, o in timed.items()},
+        "timer": {n: o.timing.timer for n, o in timed.items()},
+        "peak_gib": {n: o.peak_gib for n, o in timed.items() if o.peak_gib is not None},
+        "routes": {n: o.route for n, o in timed.items() if o.route},
+        "notes": {n: o.timing.note for n, o in timed.items() if o.timing.note},
+        "ours": our_best,
+        "best_peer": peer_best,
+        "ratio": ms[peer_best] / ms[our_best] if our_best and peer_best else None,
+        "roofline_us": floor * 1e3,
+        "roofline_share": floor / ms[our_best] if our_best else None,
+        "errors": _errors(mine) if mine else None,
+        "yardstick": {n: list(yardstick[n]) for n in names},
+        "error_ratio": mine.error_ratio if mine else None,
+        "all_errors": {n: _errors(o) for n, o in outcomes.items() if o.compared is not None},
+        "broken": {
+            n: o.error_ratio for n, o in outcomes.items() if o.compared is not None and not o.holds
+        },
+        "skipped": {n: o.skipped for n, o in outcomes.items() if o.skipped is not None},
+    }
+
+
+def _errors(outcome: Outcome) -> dict[str, list[float]]:
+    return {n: list(c.errors) for n, c in outcome.compared.items()}
