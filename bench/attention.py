@@ -64,6 +64,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     ):
         add(f"--{name}", type=Path, metavar="FILE.json", help=text)
     add("--profile", metavar="ROW", help="one row under Nsight Compute")
+    add("--route", help="for --profile: which of a contender's routes, such as cudnn")
     add("--under-ncu", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     try:

@@ -13,19 +13,23 @@ def measure_ceilings(dtype: torch.dtype, device: torch.device) -> dict[str, floa
 
     On a GPU the product is 8192^3 and the copy 4 GiB, counted read and written.
     """
-    on_gpu = device.type == "cuda"
-    n, size = (8192, 2**32) if on_gpu else (256, 2**24)
+    n, size = (8192, 2**32) if device.type == "cuda" else (256, 2**24)
+    return {
+        "matmul_tflops": 2 * n**3 / _matmul_ms(n, dtype, device) / 1e9,
+        "copy_tb_s": 2 * size / _copy_ms(size, device) / 1e9,
+    }
+
+
+def _matmul_ms(n: int, dtype: torch.dtype, device: torch.device) -> float:
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    product = measure([lambda: torch.mm(a, b, out=out)], device, 100.0)
-    del a, b, out
+    return measure([lambda: torch.mm(a, b, out=out)], device, 100.0).ms
+
+
+def _copy_ms(size: int, device: torch.device) -> float:
     source = torch.randint(0, 127, (size,), dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    copy = measure([lambda: target.copy_(source)], device, 100.0)
-    return {
-        "matmul_tflops": 2 * n**3 / product.ms / 1e9,
-        "copy_tb_s": 2 * size / copy.ms / 1e9,
-    }
+    return measure([lambda: target.copy_(source)], device, 100.0).ms
 
 
 def roofline_ms(row: Row, direction: str, ceilings: dict[str, float], itemsize: int = 2) -> float:

@@ -60,13 +60,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Wall time of one call until its work is done."""
+def _launch(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Seconds until the call has returned, and until its work is done."""
     synchronize(device)
     began = time.perf_counter()
     call()
+    launched = time.perf_counter() - began
     synchronize(device)
-    return time.perf_counter() - began
+    return launched, time.perf_counter() - began
 
 
 def peak_gib(call: Callable[[], object], device: torch.device) -> float | None:
@@ -90,31 +91,57 @@ def measure(
 
     Repeats last at least `min_ms` in all, and about `max_seconds` at most (one repeat always runs).
     """
-    calls[0]()  # compiles
-    estimate = min(seconds(call, device) for call in (calls * 2)[:2])
-    if estimate < max_seconds / 4:
-        estimate = min(estimate, seconds(calls[-1], device))
-    host_us = _host_us(calls, device, 5 if estimate < max_seconds / 10 else 1)
+    calls[0]()  # what a first call sets up does not count
+    launches = [_launch(calls[0], device)]
+    if launches[0][1] < max_seconds / 10:
+        launches += [_launch(calls[i % len(calls)], device) for i in range(1, 5)]
+    host_us = statistics.median(host for host, _ in launches) * 1e6
+    estimate = min(total for _, total in launches)
     if device.type != "cuda":
         repeats = _repeats(estimate, min_ms, max_seconds)
-        times = [seconds(calls[i % len(calls)], device) for i in range(repeats)]
+        times = [_launch(calls[i % len(calls)], device)[1] for i in range(repeats)]
         return Timing(statistics.median(times) * 1e3, "wall", host_us)
-    per_graph = max(1, min(MAX_CALLS // len(calls), math.ceil(GRAPH_SECONDS / estimate)))
-    many = list(calls) * per_graph if estimate < max_seconds / 10 else list(calls[:1])
     try:
-        graph = capture(many, device)
+        ms = _by_graph(
+            calls if estimate < max_seconds / 10 else calls[:1],
+            device,
+            estimate,
+            min_ms,
+            max_seconds,
+        )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - any library may fail in its own way
         note = short_reason(error)
+        error.__traceback__ = None
     else:
-        try:
-            ms = _replayed(graph, min_ms, max_seconds) / len(many)
-        finally:
-            graph.reset()
         return Timing(ms, "graph", host_us)
     repeats = min(100, _repeats(estimate, min_ms, max_seconds / 4))
     return Timing(_profiled(calls, repeats, device), "profiler", host_us, note)
+
+
+def _by_graph(
+    calls: Sequence[Callable[[], object]],
+    device: torch.device,
+    estimate: float,
+    min_ms: float,
+    max_seconds: float,
+) -> float:
+    """Median milliseconds of one call, by replays of a graph of many."""
+    graph, count = capture(calls, device), len(calls)
+    try:
+        if estimate < max_seconds / 10:
+            replay = min(_replay_ms(graph, 3)[1:]) * 1e-3
+            rounds = min(MAX_CALLS // count, math.ceil(GRAPH_SECONDS / max(replay, 1e-6)))
+            if rounds > 1:
+                graph.reset()
+                graph, count = capture([*calls] * rounds, device), count * rounds
+                replay = min(_replay_ms(graph, 2)) * 1e-3
+        else:
+            replay = estimate
+        return statistics.median(_replay_ms(graph, _repeats(replay, min_ms, max_seconds))) / count
+    finally:
+        graph.reset()
 
 
 def capture(calls: Sequence[Callable[[], object]], device: torch.device) -> torch.cuda.CUDAGraph:
@@ -145,33 +172,15 @@ def _repeats(estimate: float, min_ms: float, max_seconds: float) -> int:
     return max(1, min(wanted, int(max_seconds / max(estimate, 1e-7))))
 
 
-def _host_us(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> float:
-    times = []
-    for i in range(repeats):
-        synchronize(device)
-        began = time.perf_counter()
-        calls[i % len(calls)]()
-        times.append(time.perf_counter() - began)
-    synchronize(device)
-    return statistics.median(times) * 1e6
-
-
-def _replayed(graph: torch.cuda.CUDAGraph, min_ms: float, max_seconds: float) -> float:
-    """Median milliseconds of a replay."""
-
-    def timed(count: int) -> list[float]:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        events[-1].synchronize()
-        return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
-
-    estimate = min(timed(2)) * 1e-3
-    if estimate > max_seconds / 2:
-        return statistics.median(timed(1))
-    return statistics.median(timed(_repeats(estimate, min_ms, max_seconds)))
+def _replay_ms(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
+    """Milliseconds of each replay."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    events[-1].synchronize()
+    return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
 
 
 def _profiled(calls: Sequence[Callable[[], object]], repeats: int, device: torch.device) -> float:
