@@ -7,9 +7,11 @@ layout and from inside a custom op, which receives tensors only.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
@@ -60,3 +62,104 @@ def schedule(kind: str, lengths: Tensor, *args: Any) -> Any:
         built = _BUILDERS[kind](lengths, *args)
         hit = cached[key] = ([TensorWeakRef(a) for a in tensors], built)
     return hit[1]
+
+
+@register("query_tiles")
+def query_tiles(
+    k_lengths: Tensor,
+    queries: Tensor | int,
+    left: int | None,
+    right: int | None,
+    block: int,
+    device: torch.device,
+) -> Tensor:
+    """Tiles of `block` queries, those with the most keys to see first.
+
+    Args:
+        k_lengths: keys of each sample.
+        queries: queries of each sample, or of every sample.
+        left, right: the window; None is unbounded.
+
+    Returns:
+        int32 `[tiles, 2]` of (sample, number of the tile within it) on `device`. Tiles that see no
+        key are among them, last: their output is 0 and has to be written.
+    """
+    if not isinstance(queries, Tensor):
+        queries = torch.full_like(k_lengths, queries)
+    sample, number = _pieces(queries, block)
+    first = number * block
+    last = torch.minimum(first + block, queries[sample]) - 1
+    keys = k_lengths[sample]
+    shift = keys - queries[sample]
+    begin = torch.zeros_like(keys) if left is None else (first + shift - left).clamp(min=0)
+    end = keys if right is None else torch.minimum(last + shift + right + 1, keys)
+    order = (end - begin).clamp(min=0).argsort(descending=True, stable=True)
+    return _table(sample[order], number[order], device=device)
+
+
+@register("key_tiles")
+def key_tiles(
+    k_lengths: Tensor,
+    queries: Tensor | int,
+    left: int | None,
+    right: int | None,
+    block: int,
+    device: torch.device,
+) -> Tensor:
+    """Blocks of `block` keys, those that the most queries see first; else as `query_tiles`.
+
+    Blocks that no query sees are among them, last: their gradients are 0 and have to be written.
+    """
+    # Key j sees query i exactly if i sees j, with left and right exchanged.
+    if not isinstance(queries, Tensor):
+        queries = torch.full_like(k_lengths, queries)
+    return query_tiles(queries, k_lengths, right, left, block, device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """Runs of keys for workers that each own a sum over the batch.
+
+    Attributes:
+        table: int32 `[turns * workers, 3]` of (sample, first key, end of keys), empty runs last.
+            In turn t, worker w takes row `t * workers + w`, or `t * workers + workers - 1 - w` in
+            odd turns: longest first and in a zig-zag, so that the sums of their keys are near.
+        turns, workers: its shape.
+    """
+
+    table: Tensor
+    turns: int
+    workers: int
+
+
+SEGMENT_ALIGNMENT = 128  # a multiple of every block of keys
+
+
+@register("key_segments")
+def key_segments(k_lengths: Tensor, workers: int, device: torch.device) -> Segments:
+    """Cuts all keys into runs of one sample each and deals them to at most `workers` workers.
+
+    Long samples are cut so that every worker gets about eight runs or more.
+    """
+    share = int(k_lengths.sum()) // (8 * workers)
+    longest = max(4, -(-share // SEGMENT_ALIGNMENT)) * SEGMENT_ALIGNMENT
+    sample, number = _pieces(k_lengths, longest)
+    begin = number * longest
+    end = torch.minimum(begin + longest, k_lengths[sample])
+    order = (end - begin).argsort(descending=True, stable=True)
+    workers = max(1, min(workers, sample.shape[0]))
+    turns = -(-sample.shape[0] // workers)
+    empty = turns * workers - sample.shape[0]
+    columns = (torch.nn.functional.pad(x[order], (0, empty)) for x in (sample, begin, end))
+    return Segments(_table(*columns, device=device), turns, workers)
+
+
+def _pieces(lengths: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """(sample, number within it) of every piece of at most `block` rows."""
+    counts = (lengths + block - 1) // block
+    sample = torch.repeat_interleave(torch.arange(lengths.shape[0]), counts)
+    return sample, torch.arange(sample.shape[0]) - (counts.cumsum(0) - counts)[sample]
+
+
+def _table(*columns: Tensor, device: torch.device) -> Tensor:
+    return torch.stack(columns, 1).to(torch.int32).to(device, non_blocking=True)

@@ -27,7 +27,10 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 # Fastest first: `auto` takes the first that supports the call. The reference is never automatic.
-AUTOMATIC = {"torch": "gem.attention.backends.torch_"}
+AUTOMATIC = {
+    "triton": "gem.attention.backends.triton_",
+    "torch": "gem.attention.backends.torch_",
+}
 BY_NAME = {**AUTOMATIC, "reference": "gem.attention.backends.reference_"}
 
 
@@ -105,12 +108,14 @@ def select(backend: str, call: Call) -> ModuleType:
         reason = unsupported(name, call)
         if reason is None:
             if passed_over:
-                _log_once(f"attention {call.direction}: {name} ({'; '.join(passed_over)})")
+                # On a CPU there is nothing to gain from knowing it.
+                level = logging.DEBUG if call.device.type == "cpu" else logging.WARNING
+                _log_once(level, f"attention {call.direction}: {name} ({'; '.join(passed_over)})")
             return _load(name)
         passed_over.append(f"{name}: {reason}")
     raise ValueError(f"no attention backend can serve this call: {'; '.join(passed_over)}")
 
 
 @functools.cache
-def _log_once(message: str) -> None:
-    log.warning(message)
+def _log_once(level: int, message: str) -> None:
+    log.log(level, message)
