@@ -231,6 +231,8 @@ def yardstick(problem: Problem, limit: int | None = None) -> dict:
 
 # Problems with more scores than this leave the plain loops.
 LOOP_LIMIT = 2**24
+# Errors are taken of so many numbers at a time.
+ERROR_PART = 2**26
 
 
 def _scores(problem: Problem) -> int:
@@ -447,7 +449,7 @@ def _errors(result: Tensor, exact: Tensor) -> tuple[float, float]:
     if exact.numel() == 0:
         return 0.0, 0.0
     error_max, error_sum, size_max, size_sum = exact.new_zeros(4).double().unbind()
-    step = max(1, 2**26 // max(1, exact[0].numel()))
+    step = max(1, ERROR_PART // max(1, exact[0].numel()))
     for begin in range(0, exact.shape[0], step):
         truth, part = exact[begin : begin + step], result[begin : begin + step].double()
         same = part == truth  # infinities too

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gem.attention import JaggedLayout, backends, jagged_attention
-from gem.attention.backends import torch_
+from gem.attention.backends import torch_, triton_
 
 
 def call(**changed):
@@ -41,7 +41,8 @@ def fast(monkeypatch):
 
     module.unsupported, module.forward, module.backward = unsupported, forward, torch_.backward
     monkeypatch.setitem(sys.modules, "fast", module)
-    monkeypatch.setattr(backends, "AUTOMATIC", {"fast": "fast", **backends.AUTOMATIC})
+    torch_alone = {"torch": backends.AUTOMATIC["torch"]}
+    monkeypatch.setattr(backends, "AUTOMATIC", {"fast": "fast", **torch_alone})
     monkeypatch.setattr(backends, "BY_NAME", {"fast": "fast", **backends.BY_NAME})
     backends._log_once.cache_clear()
     yield module
@@ -65,7 +66,8 @@ def test_auto_takes_the_fastest_that_supports_the_call(fast):
 
 
 def test_a_fall_back_is_logged_once_with_its_reason(fast, caplog):
-    with caplog.at_level(logging.INFO, logger="gem.attention.backends"):
+    # On a CPU it is said quietly, since nothing there would be faster.
+    with caplog.at_level(logging.DEBUG, logger="gem.attention.backends"):
         attend(torch.bfloat16)
         assert not caplog.messages
         for _ in range(3):
@@ -102,9 +104,39 @@ def test_report_says_why_not(fast):
 
 def test_names_are_what_backend_takes():
     assert backends.names()[0] == "auto"
-    assert {"torch", "reference"} <= set(backends.names())
-    for name in backends.names()[1:]:
+    assert set(backends.names()) == {"auto", "triton", "torch", "reference"}
+    for name in ("auto", "torch", "reference"):
         assert attend(torch.float32, backend=name).shape == (5, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"dtype": torch.bfloat16}, "needs a GPU"),
+        ({"device": torch.device("meta")}, "does not know meta devices"),
+        ({"device": torch.device("cuda")}, "needs float16 or bfloat16, not float32"),
+        ({"device": torch.device("cuda"), "dtype": torch.bfloat16}, None),
+    ],
+    ids=str,
+)
+def test_what_triton_serves(changed, reason):
+    assert backends.unsupported("triton", call(**changed)) == reason
+    order = [name for name, why in backends.report(call(**changed)).items() if why is None]
+    assert order[0] == ("torch" if reason else "triton")
+
+
+@pytest.mark.parametrize("memory", [48, 99, 163, 227], ids=lambda kib: f"{kib}KiB")
+@pytest.mark.parametrize("block_d", [16, 64, 128, 256])
+def test_triton_tiles_fit_the_shared_memory_of_smaller_gpus(memory, block_d):
+    for tiles, resident in (
+        (triton_.forward_tiles(block_d, 2000, 2000), "queries"),
+        (triton_.keys_tiles(block_d), "keys"),
+        (triton_.queries_tiles(block_d, 2000), "queries"),
+    ):
+        fitted = tiles.fitted(resident, block_d, memory * 1024)
+        assert fitted._bytes(resident, block_d) <= memory * 1024
+        assert min(fitted.queries, fitted.keys) >= 16 and fitted.stages >= 1
+        assert fitted == tiles or memory < 227
 
 
 def test_attention_imports_torch_alone():

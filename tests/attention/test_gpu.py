@@ -3,8 +3,14 @@
 import pytest
 import torch
 
-from gem.attention import BroadcastAttention, JaggedAttention, JaggedLayout
-from gem.attention.testing import assert_close_to_reference, attend, random_problem
+from gem.attention import (
+    BroadcastAttention,
+    JaggedAttention,
+    JaggedLayout,
+    broadcast_attention,
+    jagged_attention,
+)
+from gem.attention.testing import Problem, assert_close_to_reference, attend, random_problem
 
 pytestmark = pytest.mark.gpu
 
@@ -33,11 +39,13 @@ def test_against_the_reference(q_lengths, options, dtype, backend):
     assert_close_to_reference(attend(problem, backend), problem)
 
 
-def test_a_step_copies_nothing_to_the_host():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["torch", "triton"])
+def test_a_step_copies_nothing_to_the_host(dtype):
     layout = JaggedLayout.from_lengths(LENGTHS, "cuda")
-    x = torch.randn(layout.rows, 64, device="cuda", requires_grad=True)
-    local = JaggedAttention(64, 2, window=(32, 0), device="cuda")
-    pool = BroadcastAttention(64, 2, 4, device="cuda")
+    made = {"device": "cuda", "dtype": dtype}
+    x = torch.randn(layout.rows, 64, **made, requires_grad=True)
+    local = JaggedAttention(64, 2, window=(32, 0)).to(**made)
+    pool = BroadcastAttention(64, 2, 4).to(**made)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -48,3 +56,49 @@ def test_a_step_copies_nothing_to_the_host():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert x.grad.isfinite().all()
+
+
+def test_addresses_beyond_32_bits():
+    """2.1e9 numbers and more in each of k, v and their gradients, the last sample at the end."""
+    rows, heads, dim = 2_200_000, 4, 256
+    tail = 1000
+    lengths = [rows - tail, tail]
+    assert rows * heads * dim > 2**31
+    layout = JaggedLayout.from_lengths(lengths, "cuda")
+    k = torch.empty(rows, heads, dim, dtype=torch.bfloat16, device="cuda").normal_()
+    v = torch.empty_like(k).normal_()
+    q = torch.randn(16, heads, dim, dtype=torch.bfloat16, device="cuda")
+    dout = torch.zeros(2, *q.shape, dtype=torch.bfloat16, device="cuda")
+    dout[1].normal_()
+    own = JaggedLayout.from_lengths([tail], "cuda")
+    alone = Problem(q, k[-tail:], v[-tail:], dout[1:], own)
+    for form in ("broadcast", "jagged"):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        if form == "broadcast":
+            out = broadcast_attention(*inputs, layout, backend="triton")
+            grads = torch.autograd.grad(out, inputs, dout)
+            out = out[1:]
+        else:
+            q_layout = JaggedLayout.from_lengths([0, 16], "cuda")
+            out = jagged_attention(*inputs, q_layout, layout, backend="triton")
+            grads = torch.autograd.grad(out, inputs, dout[1])
+            out = out[None]
+        results = {"out": out.detach(), "dq": grads[0], "dk": grads[1][-tail:]}
+        assert_close_to_reference(results | {"dv": grads[2][-tail:]}, alone)
+        assert not grads[1][:-tail].any() and not grads[2][:-tail].any()
+        del grads, inputs, out
+
+
+def test_a_call_can_be_captured_in_a_graph():
+    problem = random_problem(64, LENGTHS, dim=64, dtype=torch.bfloat16, device="cuda")
+    expected = attend(problem, "triton")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attend(problem, "triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = attend(problem, "triton")
+    for x in results.values():
+        x.fill_(torch.nan)
+    graph.replay()
+    assert all(torch.equal(results[name], x) for name, x in expected.items())
