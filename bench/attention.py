@@ -123,7 +123,7 @@ def run(args: argparse.Namespace, command: str) -> int:
         f"measure with {' '.join(args.contenders)}",
         flush=True,
     )
-    left, longest = list(todo), 0.0
+    left, took = list(todo), []
     with side_stream(device):
         ceilings = results.ceilings(args.dtype)
         if ceilings is None:
@@ -135,7 +135,9 @@ def run(args: argparse.Namespace, command: str) -> int:
         )
         for i, row in enumerate(todo):
             elapsed = time.monotonic() - began
-            if args.deadline is not None and elapsed + 1.2 * longest > args.deadline:
+            # Early rows compile more than later ones.
+            expected = 1.2 * max(took[-4:], default=0.0)
+            if args.deadline is not None and elapsed + expected > args.deadline:
                 break
             passes = passes_left(row)
             seed = fresh_seed() if args.seed is None else args.seed
@@ -167,11 +169,11 @@ def run(args: argparse.Namespace, command: str) -> int:
             ]
             results.put(entries)
             left.remove(row)
-            took = time.monotonic() - began - elapsed
-            longest = max(longest, took)
-            print(f"[{i + 1}/{len(todo)}] {row.name} ({took:.0f} s, at {elapsed + took:.0f} s)")
-            for p in passes:
-                print(f"  {progress(p, outcomes[p])}", flush=True)
+            now = time.monotonic() - began
+            took.append(now - elapsed)
+            print(f"[{i + 1}/{len(todo)}] {row.name} ({took[-1]:.0f} s, at {now:.0f} s)")
+            for p, entry in zip(passes, entries, strict=True):
+                print(f"  {progress(p, outcomes[p], entry['ratio'])}", flush=True)
     if left:
         print(f"deadline: {len(left)} rows left: {' '.join(row.name for row in left)}")
     print(f"{args.out.name}: {'complete' if results.complete else 'not complete'}")
@@ -180,8 +182,8 @@ def run(args: argparse.Namespace, command: str) -> int:
     return 0
 
 
-def progress(direction: str, outcomes: dict[str, Outcome]) -> str:
-    """One short line: milliseconds by contender, or what became of it."""
+def progress(direction: str, outcomes: dict[str, Outcome], ratio: float | None) -> str:
+    """One short line: milliseconds by contender, or what became of it, and the ratio."""
     parts = []
     for name, outcome in outcomes.items():
         if outcome.timing is not None:
@@ -189,10 +191,11 @@ def progress(direction: str, outcomes: dict[str, Outcome]) -> str:
             parts.append(f"{name} {mark}{outcome.timing.ms:.3f}")
         elif outcome.compared is not None:
             parts.append(f"{name} BROKEN")
+    line = f"{direction[:3]} ms: {' '.join(parts)}"
+    if ratio is not None:
+        line += f" x{ratio:.2f}"
     skipped = [n for n, o in outcomes.items() if o.skipped is not None]
-    return f"{direction[:3]} ms: {' '.join(parts)}" + (
-        f" | no {','.join(skipped)}" if skipped else ""
-    )
+    return f"{line} | no {','.join(skipped)}" if skipped else line
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -82,7 +82,9 @@ def measure_row(
     Raises:
         DeviceLost: if the GPU does not answer after a contender.
     """
-    l2 = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    l2 = 0
+    if device.type == "cuda":
+        l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 60 * 2**20
     problems = make_problems(row, dtype, device, seed, l2)
     judge = Judge(problems[0])
     outcomes: dict[str, dict[str, Outcome]] = {p: {} for p in passes}
@@ -123,10 +125,12 @@ def _run(
                 outcome = Outcome(skipped=f"{label}: {reason}" if label else reason)
                 for route in routes or ():
                     route.release()
+                gc.collect()
                 _check_device(problems[0].q.device, contender.name, direction)
             tried[direction].append(outcome)
         del routes
-        _free(problems[0].q.device)
+        if problems[0].q.device.type == "cuda":
+            torch.cuda.empty_cache()
     return {direction: best(outcomes) for direction, outcomes in tried.items()}
 
 
@@ -160,12 +164,6 @@ def _time_route(
     finally:
         for route in routes:
             route.release()
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _check_device(device: torch.device, contender: str, direction: str) -> None:

@@ -52,7 +52,8 @@ def side_stream(device: torch.device) -> Iterator[None]:
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield
-    torch.cuda.current_stream(device).wait_stream(stream)
+    with contextlib.suppress(RuntimeError):  # where the device is lost
+        torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def synchronize(device: torch.device) -> None:
@@ -109,8 +110,6 @@ def measure(
             min_ms,
             max_seconds,
         )
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # noqa: BLE001 - any library may fail in its own way
         note = short_reason(error)
         error.__traceback__ = None
@@ -153,10 +152,17 @@ def capture(calls: Sequence[Callable[[], object]], device: torch.device) -> torc
             for call in calls:
                 call()
     except Exception:
-        # A capture that the driver invalidated leaves the allocator in recording mode.
+        # A capture that the driver invalidated leaves the allocator in recording mode and the
+        # default generator in capture; the next capture that succeeds sets the latter right.
         with contextlib.suppress(Exception):
             torch._C._cuda_endAllocateToPool(device.index or 0, pool)
+        del graph
         torch.cuda.synchronize(device)
+        with (
+            contextlib.suppress(Exception),
+            torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
+        ):
+            torch.zeros(1, device=device).add_(1)
         raise
     return graph
 
@@ -191,7 +197,7 @@ def _profiled(calls: Sequence[Callable[[], object]], repeats: int, device: torch
             calls[i % len(calls)]()
         torch.cuda.synchronize(device)
     total = sum(
-        event.self_device_time_total
+        event.time_range.elapsed_us()
         for event in profiler.events()
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
     )

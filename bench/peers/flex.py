@@ -163,6 +163,14 @@ class FlexRoute(AutogradRoute):
         sizes = len(q_sample), len(k_sample)
         self.mask = block_mask(blocks, sizes, mask_mod, device)
 
+    def forward(self) -> Tensor:
+        if self.problem.q.device.type == "cpu":  # no gradients there
+            return super().forward()
+        p = self.problem
+        # With gradients asked for, so that one compilation serves both passes.
+        q, k, v = (x.detach().requires_grad_() for x in (p.q, p.k, p.v))
+        return self.attend(q, k, v).detach()
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         p = self.problem
         q = copied_per_sample(p, q)

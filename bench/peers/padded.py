@@ -78,6 +78,7 @@ class PaddedRoute(AutogradRoute):
         self.group = problem.q.shape[1] // problem.k.shape[1]
         # The efficient kernel has no grouped heads: k and v are copied for it.
         self.expand = self.group > 1 and kernel == "efficient"
+        self.copy_q = kernel == "cudnn"  # it takes no tensor with a stride of 0
         left, right = problem.sides
         lengths = layout.lengths.to(device)
         equal = bool((layout.lengths == layout.max_length).all())
@@ -103,7 +104,7 @@ class PaddedRoute(AutogradRoute):
             self.empty = empty if problem.q_layout is None and empty.numel() else None
 
     def _bias(self, lengths: Tensor, left: int | None, right: int | None) -> Tensor:
-        """0 or -inf: `[B, 1, 1, L]` where the mask does not depend on the query, expanded."""
+        """0 or -inf: `[B, 1, 1, L]`, or `[B, 1, L, L]` where the mask depends on the query."""
         p = self.problem
         j = torch.arange(self.length, device=lengths.device)
         seen = (j < lengths[:, None])[:, None, :]
@@ -120,8 +121,7 @@ class PaddedRoute(AutogradRoute):
         seen = seen | (lengths == 0)[:, None, None]
         bias = torch.zeros(seen.shape, dtype=p.q.dtype, device=j.device)
         bias.masked_fill_(~seen, -torch.inf)
-        queries = p.q.shape[0] if p.q_layout is None else self.length
-        return bias[:, None].expand(-1, p.q.shape[1], queries, -1)
+        return bias[:, None]
 
     def _heads_first(self, x: Tensor) -> Tensor:
         """[rows, heads, dim] to [batch, heads, length, dim], padded."""
@@ -136,6 +136,8 @@ class PaddedRoute(AutogradRoute):
             k, v = (x.repeat_interleave(self.group, dim=1) for x in (k, v))
         if p.q_layout is None:
             q = q.transpose(0, 1).expand(p.k_layout.batch_size, -1, -1, -1)
+            if self.copy_q:
+                q = q.contiguous()
         else:
             q = self._heads_first(q)
         with sdpa_kernel(self.kernel):
