@@ -19,34 +19,12 @@ from bench.results_file import read
 from bench.row import measure_row
 from bench.shapes import load
 from gem.attention.reference import visible
-from gem.attention.testing import Judge, random_problem
+from gem.attention.testing import Judge
+from tests.bench.problems import PROBLEMS, problem_of, results_of
 
 TINY = Path(__file__).with_name("tiny.yaml")
 ROWS = load(TINY)
 CPU = torch.device("cpu")
-
-PROBLEMS = {
-    "broadcast": ((7, [5, 0, 30, 11]), {"heads": 4, "kv_heads": 2}),
-    "broadcast_equal": ((7, [9, 9]), {}),
-    "self": (([5, 0, 30, 11],), {"heads": 4, "kv_heads": 2}),
-    "equal": (([16, 16],), {}),
-    "causal": (([5, 0, 30, 11],), {"causal": True}),
-    "equal_causal": (([16, 16],), {"causal": True}),
-    "window": (([5, 0, 30, 11],), {"window": (4, 2)}),
-    "left": (([5, 0, 30, 11],), {"window": (4, None)}),
-}
-
-
-def problem_of(name, dtype=torch.bfloat16):
-    lengths, options = PROBLEMS[name]
-    return random_problem(*lengths, dtype=dtype, **options)
-
-
-def results_of(route):
-    out = route.forward()
-    route.prepare_backward()
-    grads = route.backward()
-    return {"out": out, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
