@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -389,7 +390,24 @@ def _readable(x: Tensor) -> Tensor:
     return x if plain or x.numel() == 0 else x.contiguous()
 
 
+@contextlib.contextmanager
+def recorded() -> Iterator[list[tuple]]:
+    """While it is open, launches are not made but listed: (kernel, arguments, options)."""
+    global _record
+    _record = []
+    try:
+        yield _record
+    finally:
+        _record = None
+
+
+_record: list[tuple] | None = None
+
+
 def _launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
+    if _record is not None:
+        _record.append((kernel, args, options))
+        return
     if math.prod(grid) == 0:
         return
     device = next(a.device for a in args if isinstance(a, Tensor))

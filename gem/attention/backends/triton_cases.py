@@ -1,0 +1,87 @@
+"""The Triton kernels as representative calls launch them, for `python -m bench.compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem.attention import JaggedLayout
+from gem.attention.backends import Call, triton_
+
+_TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+}
+
+
+def compile_cases() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
+    """(name, kernel, signature, constexprs, options) of every kernel, in several calls each."""
+    for dim in (64, 128):
+        for queries in (64, 128, 192, 256):
+            yield from _cases(f"broadcast_q{queries}_d{dim}", dim, queries)
+        yield from _cases(f"self_d{dim}", dim)
+        yield from _cases(f"causal_d{dim}", dim, right=0)
+        yield from _cases(f"window_d{dim}", dim, left=256, right=256)
+    yield from _cases("gqa_d128", 128, kv_heads=1)
+
+
+def _cases(
+    name: str,
+    dim: int,
+    queries: int | None = None,
+    kv_heads: int = 4,
+    left: int | None = None,
+    right: int | None = None,
+) -> Iterator[tuple]:
+    heads, keys = 4, 1024
+    layout = JaggedLayout.from_lengths([keys])
+    jagged = queries is None
+    q = torch.empty(keys if jagged else queries, heads, dim, dtype=torch.bfloat16)
+    kv = torch.empty(keys, kv_heads, dim, dtype=torch.bfloat16)
+    call = Call(
+        form="jagged" if jagged else "broadcast",
+        direction="forward",
+        device=q.device,
+        dtype=q.dtype,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        left=left,
+        right=right,
+        q_offsets=layout.offsets if jagged else None,
+        q_lengths=layout.lengths if jagged else None,
+        k_offsets=layout.offsets,
+        k_lengths=layout.lengths,
+    )
+    with triton_.recorded() as launches:
+        out, lse = triton_.forward(call, q, kv, kv)
+        triton_.backward(call, torch.empty_like(out), None, q, kv, kv, out, lse)
+    for kernel, args, options in launches:
+        yield f"{name}_{kernel.__name__}", kernel, *_signature(kernel, args, options)
+
+
+def _signature(
+    kernel: Any, args: tuple, options: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
+    """(signature, constexprs, options) that Triton would make of a launch."""
+    given = dict(zip(kernel.arg_names, args, strict=False)) | options
+    signature, constexprs, rest = {}, {}, {}
+    plain = {p.name for p in kernel.params if p.do_not_specialize}
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            signature[name] = f"{_TYPES[value.dtype]}:16"
+        elif name not in kernel.arg_names:
+            rest[name] = value
+        elif value is None or kernel.params[kernel.arg_names.index(name)].is_constexpr:
+            constexprs[name] = value
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            aligned = value % 16 == 0 and name not in plain
+            signature[name] = "i32:16" if aligned else "i32"
+    return signature, constexprs, rest
