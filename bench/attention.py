@@ -2,7 +2,7 @@
 
     python -m bench.attention                                   # all rows, both passes
     python -m bench.attention --sets broadcast --rows '*d64*' --pass forward --deadline 500
-    python -m bench.attention --table FILE.json                 # print the tables again
+    python -m bench.attention --table FILE.json --sets self     # print the tables again
     python -m bench.attention --plot FILE.json                  # FILE.png
     python -m bench.attention --docs FILE.json                  # rewrite docs/benchmarks.md
     python -m bench.attention --profile ROW --pass backward --contenders triton
@@ -13,6 +13,7 @@ Rows that the results file already has from this boot of the machine are not mea
 from __future__ import annotations
 
 import argparse
+import gc
 import shlex
 import sys
 import time
@@ -29,7 +30,7 @@ from bench.results_file import ResultsFile, read
 from bench.roofline import measure_ceilings
 from bench.row import PASSES, DeviceLost, Outcome, measure_row, summarise
 from bench.shapes import SHAPES, Row, choose, load
-from bench.timing import side_stream
+from bench.timing import short_reason, side_stream
 
 ROOT = Path(__file__).resolve().parent
 PAGE = ROOT.parent / "docs" / "benchmarks.md"
@@ -67,6 +68,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--route", help="for --profile: which of a contender's routes, such as cudnn")
     add("--under-ncu", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    args.some = bool(args.sets or args.rows)
     try:
         args.rows = choose(load(args.shapes), args.sets, args.rows)
     except (OSError, ValueError) as error:
@@ -82,16 +84,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def show(args: argparse.Namespace) -> bool:
     """Serves the options that measure nothing; False where there is none."""
+    names = {row.name for row in args.rows} if args.some else None
+
+    def chosen(path: Path) -> dict:
+        data = read(path)
+        rows = [r for r in data["rows"] if r["pass"] in args.passes]
+        return {**data, "rows": [r for r in rows if names is None or r["name"] in names]}
+
     if args.table:
-        report.print_tables(read(args.table))
+        report.print_tables(chosen(args.table))
     elif args.markdown:
-        print(report.markdown(read(args.markdown)))
+        print(report.markdown(chosen(args.markdown)))
     elif args.docs:
         report.rewrite(PAGE, read(args.docs))
     elif args.plot:
         from bench.plot import plot
 
-        plot(read(args.plot), args.plot.with_suffix(".png"))
+        plot(chosen(args.plot), args.plot.with_suffix(".png"))
         print(args.plot.with_suffix(".png"))
     elif args.list:
         for row in args.rows:
@@ -156,6 +165,11 @@ def run(args: argparse.Namespace, command: str) -> int:
                 results.add_fault(row.name, lost.direction, lost.contender, lost.reason)
                 print(f"{row.name}: {lost}; run the same command again, it leaves this out")
                 return 3
+            except Exception as error:  # noqa: BLE001 - the other rows go on
+                print(f"{row.name}: failed before any contender: {short_reason(error)}", flush=True)
+                error.__traceback__ = None
+                gc.collect()
+                continue
             ours = [c.name for c in chosen if c.ours]
             entries = [
                 summarise(row, p, outcomes[p], yardstick, ceilings, ours, dtype)
@@ -175,7 +189,7 @@ def run(args: argparse.Namespace, command: str) -> int:
             for p, entry in zip(passes, entries, strict=True):
                 print(f"  {progress(p, outcomes[p], entry['ratio'])}", flush=True)
     if left:
-        print(f"deadline: {len(left)} rows left: {' '.join(row.name for row in left)}")
+        print(f"{len(left)} rows left: {' '.join(row.name for row in left)}")
     print(f"{args.out.name}: {'complete' if results.complete else 'not complete'}")
     if not args.brief:
         report.print_tables(results.data)

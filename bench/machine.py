@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata as metadata
+import importlib.util
 import os
 import subprocess
 from pathlib import Path
@@ -36,8 +37,10 @@ def describe(device: torch.device) -> dict:
         "triton": _version("fbtriton", "fbtriton ") or _version("triton"),
         "ptxas": ptxas_version(ptxas) if ptxas else "of Triton's wheel",
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
-        "flash_attn_4": _version("flash-attn-4"),
-        "flash_attn_3": _version("flash-attn-3") or _version("xformers", "from xformers "),
+        "flash_attn_4": _version("flash-attn-4") or _found("flash_attn"),
+        "flash_attn_3": _version("flash-attn-3")
+        or _version("xformers", "from xformers ")
+        or _found("fa3"),
         "loan": loan(device),
     }
     if device.type == "cuda":
@@ -52,6 +55,10 @@ def _version(package: str, prefix: str = "") -> str | None:
         return prefix + metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _found(module: str) -> str | None:
+    return "of unknown version" if importlib.util.find_spec(module) else None
 
 
 def _smi(query: str) -> str | None:

@@ -33,7 +33,7 @@ def plot(data: dict, path: Path | str) -> None:
     figure, axes = plt.subplots(
         len(sets),
         2,
-        figsize=(17, 1.5 + 0.16 * (len(names) + 1) * sum(heights) + 0.8 * len(sets)),
+        figsize=(17, 1.5 + 0.1 * (len(names) + 1) * sum(heights) + 0.8 * len(sets)),
         height_ratios=heights,
         squeeze=False,
         layout="constrained",

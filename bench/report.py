@@ -35,11 +35,11 @@ def columns(rows: Iterable[dict]) -> list[str]:
 
 
 def cells(entry: dict, names: Iterable[str]) -> dict[str, str]:
-    """By contender "ms / TFLOP/s", "broken (ratio)" or "-"."""
+    """By contender "ms/TFLOP/s", "broken (ratio)" or "-"."""
     texts = {}
     for name in names:
         if name in entry["ms"]:
-            texts[name] = f"{entry['ms'][name]:.3f} / {entry['tflops'][name]:.0f}"
+            texts[name] = f"{entry['ms'][name]:.3f}/{entry['tflops'][name]:.0f}"
         elif name in entry["broken"]:
             texts[name] = f"broken ({number(entry['broken'][name], '{:.1f}')})"
         else:
@@ -62,11 +62,11 @@ def tail(entry: dict) -> list[str]:
 
 def print_tables(data: dict, console: Console | None = None) -> None:
     """A table per set and pass; ms / TFLOP/s, the best peer's and our best underlined."""
-    console = console or Console(width=170, highlight=False)
+    console = console or Console(width=200, highlight=False)
     for name, direction, rows in groups(data):
         names = columns(rows)
         mean = geometric_mean(r["ratio"] for r in rows)
-        title = f"{name}, {direction}: ms / TFLOP/s"
+        title = f"{name}, {direction}: ms/TFLOP/s"
         if mean is not None:
             title += f"; geometric mean of ratio {mean:.3f}"
         table = Table(title=title, title_justify="left", pad_edge=False)
@@ -98,7 +98,9 @@ def markdown(data: dict) -> str:
     machine, ceilings = data.get("machine", {}), data.get("ceilings", {})
     facts = [f"{k} {v}" for k, v in machine.items() if v and k not in ("loan", "gpu")]
     lines = [f"Measured on {machine.get('gpu') or 'a CPU'}, {data.get('date', 'no date')}, with"]
-    lines += [f"`{data.get('command', '')}`.", "", "; ".join(facts) + ".", ""]
+    lines += [f"`{data.get('command', '')}`.", ""]
+    if facts:
+        lines += ["; ".join(facts) + ".", ""]
     if ceilings:
         lines += [
             f"Ceilings of the same run: matmul {ceilings['matmul_tflops']:.0f} TFLOP/s, copy "

@@ -22,7 +22,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 GRAPH_SECONDS = 1e-3  # a graph holds calls for about so long, so that its launch does not count
-MAX_CALLS = 24
+MAX_CALLS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +90,12 @@ def measure(
 ) -> Timing:
     """Times calls that do the same work on different inputs, one after the other.
 
+    What a first call sets up is done before; a call of more than `max_seconds` runs twice in all.
     Repeats last at least `min_ms` in all, and about `max_seconds` at most (one repeat always runs).
     """
-    calls[0]()  # what a first call sets up does not count
     launches = [_launch(calls[0], device)]
     if launches[0][1] < max_seconds / 10:
-        launches += [_launch(calls[i % len(calls)], device) for i in range(1, 5)]
+        launches += [_launch(calls[i % len(calls)], device) for i in range(1, max(5, len(calls)))]
     host_us = statistics.median(host for host, _ in launches) * 1e6
     estimate = min(total for _, total in launches)
     if device.type != "cuda":

@@ -16,7 +16,7 @@ from bench.peers.flex import FlexRoute, block_mask, find_blocks
 from bench.peers.ours import BackendRoute
 from bench.peers.padded import PaddedRoute
 from bench.results_file import read
-from bench.row import measure_row
+from bench.row import DeviceLost, measure_row
 from bench.shapes import load
 from gem.attention.reference import visible
 from gem.attention.testing import Judge
@@ -207,20 +207,54 @@ def test_a_run_measures_every_row_and_resumes(tmp_path, capsys, monkeypatch):
     # The data are fresh, unless a seed is given.
     assert len({r["seed"] for r in data["rows"]}) > 1
 
-    def never(*args, **kwargs):
-        raise AssertionError("a row that is done was measured again")
+    measured = []
 
-    monkeypatch.setattr(attention, "measure_row", never)
-    assert run(tmp_path, "--brief")[0] == 0
-    with pytest.raises(AssertionError, match="measured again"):
-        run(tmp_path, "--again")
+    def record(row, *args, **kwargs):
+        measured.append(row.name)
+        raise RuntimeError("only the names count here")
+
+    monkeypatch.setattr(attention, "measure_row", record)
+    run(tmp_path, "--brief")
+    assert measured == []
+    run(tmp_path, "--brief", "--again")
+    assert measured == [row.name for row in ROWS]
 
 
 def test_a_deadline_stops_before_a_row_and_names_what_is_left(tmp_path, capsys):
     code, data = run(tmp_path, "--deadline", "0", "--brief")
     assert code == 0 and data is None
     printed = capsys.readouterr().out
-    assert "deadline: 5 rows left: tiny_broadcast tiny_self tiny_window" in printed
+    assert "5 rows left: tiny_broadcast tiny_self tiny_window" in printed
+
+
+def test_a_row_that_fails_does_not_end_the_run(tmp_path, capsys, monkeypatch):
+    def judge(problem):
+        if problem.window is not None:
+            raise torch.OutOfMemoryError("no memory\nmore")
+        return Judge(problem)
+
+    monkeypatch.setattr("bench.row.Judge", judge)
+    code, data = run(tmp_path, "--brief")
+    assert code == 0 and len(data["rows"]) == 8 and not data["complete"]
+    printed = capsys.readouterr().out
+    assert "tiny_window: failed before any contender: OutOfMemoryError: no memory" in printed
+    assert "1 rows left: tiny_window" in printed
+
+
+def test_a_contender_that_takes_the_gpu_with_it_is_left_out_of_the_next_run(
+    tmp_path, capsys, monkeypatch
+):
+    def lose(row, *args, faults, **kwargs):
+        if ("fa3", "forward") not in faults:
+            raise DeviceLost("fa3", "forward", "illegal address")
+        return measure_row(row, *args, faults=faults, **kwargs)
+
+    monkeypatch.setattr(attention, "measure_row", lose)
+    rows = ("--rows", "tiny_self", "--brief")
+    assert run(tmp_path, *rows)[0] == 3
+    assert "fa3 (forward) left the GPU unusable: illegal address" in capsys.readouterr().out
+    code, data = run(tmp_path, *rows)
+    assert code == 0 and len(data["rows"]) == 2
 
 
 def test_options_that_name_nothing_are_refused(capsys):
