@@ -111,8 +111,9 @@ def measure(
             max_seconds,
         )
     except Exception as error:  # noqa: BLE001 - any library may fail in its own way
-        note = short_reason(error)
-        error.__traceback__ = None
+        # What broke the capture comes before the capture's own complaint.
+        note = short_reason(error.__context__ or error)
+        error.__traceback__ = error.__context__ = None
     else:
         return Timing(ms, "graph", host_us)
     repeats = min(100, _repeats(estimate, min_ms, max_seconds / 4))
