@@ -86,7 +86,7 @@ def measure_row(
     if device.type == "cuda":
         l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 60 * 2**20
     problems = make_problems(row, dtype, device, seed, l2)
-    judge = Judge(problems[0])
+    judge = Judge(problems[0], gradients="backward" in passes)
     outcomes: dict[str, dict[str, Outcome]] = {p: {} for p in passes}
     for contender in contenders:
         found = _run(contender, problems, passes, judge, min_ms, faults or {})

@@ -151,10 +151,13 @@ def attend(problem: Problem, backend: str = "auto", deterministic: bool = False)
     return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
 
 
-def reference(problem: Problem) -> dict:
-    """The same in float64: by the loop reference, or chunk by chunk where the scores are many."""
+def reference(problem: Problem, gradients: bool = True) -> dict:
+    """The same in float64: by the loop reference, or chunk by chunk where the scores are many.
+
+    Without `gradients`, out and lse alone where that saves work.
+    """
     if _scores(problem) > LOOP_LIMIT:
-        return reference_in_chunks(problem)
+        return reference_in_chunks(problem, gradients=gradients)
     q, k, v = (x.detach().double().requires_grad_() for x in (problem.q, problem.k, problem.v))
     k_offsets = problem.k_layout.offsets
     if problem.q_layout is None:
@@ -175,15 +178,15 @@ def reference(problem: Problem) -> dict:
     return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
 
 
-def reference_in_chunks(problem: Problem, limit: int | None = None) -> dict:
+def reference_in_chunks(problem: Problem, limit: int | None = None, gradients: bool = True) -> dict:
     """`reference` for big problems: samples of like length together, `limit` scores at a time.
 
     Nothing is copied to the host, and memory beyond the results is bounded by a few times
     `limit` numbers (or by those of one sample, where that is more).
     """
-    result = _Results(problem, torch.float64)
+    result = _Results(problem, torch.float64, gradients)
     for chunk in _chunks(problem, torch.float64, limit):
-        q, k, v = (x.detach().requires_grad_() for x in (chunk.q, chunk.k, chunk.v))
+        q, k, v = (x.detach().requires_grad_(gradients) for x in (chunk.q, chunk.k, chunk.v))
         k_all, v_all = (x.repeat_interleave(chunk.group, dim=1) for x in (k, v))
         # In float64 the place of the scale does not matter; the scores are the big tensor.
         scores = (q * problem.factor @ k_all.mT).masked_fill(~chunk.seen, -torch.inf)
@@ -193,16 +196,16 @@ def reference_in_chunks(problem: Problem, limit: int | None = None) -> dict:
         # Blind rows get a finite stand-in: the gradient of an all -inf softmax is NaN.
         weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
         out = weights @ v_all
-        grads = torch.autograd.grad(out, (q, k, v), chunk.dout)
+        grads = torch.autograd.grad(out, (q, k, v), chunk.dout) if gradients else ()
         result.put(chunk, out.detach(), lse, *grads)
     return result.tensors()
 
 
-def yardstick(problem: Problem, limit: int | None = None) -> dict:
+def yardstick(problem: Problem, limit: int | None = None, gradients: bool = True) -> dict:
     """The same with a flash kernel's roundings, chunk by chunk as `reference_in_chunks`."""
     dtype = problem.q.dtype
     work = torch.float64 if dtype == torch.float64 else torch.float32
-    result = _Results(problem, work)
+    result = _Results(problem, work, gradients)
 
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).to(work)
@@ -217,6 +220,9 @@ def yardstick(problem: Problem, limit: int | None = None) -> dict:
             total = p.sum(-1, keepdim=True)
             out = rounded((rounded(p) @ v / total).masked_fill_(total == 0, 0.0))
             lse = top + total.log()
+            if not gradients:
+                result.put(chunk, out, lse[..., 0])
+                continue
             p = s.sub_(lse).exp_().masked_fill_(lse == -torch.inf, 0.0)
             delta = (do * out).sum(-1, keepdim=True)
             ds = rounded((do @ v.mT).sub_(delta).mul_(p))
@@ -352,12 +358,14 @@ def _seen(
 class _Results:
     """The packed results of a problem, filled chunk by chunk."""
 
-    def __init__(self, problem: Problem, dtype: torch.dtype) -> None:
+    def __init__(self, problem: Problem, dtype: torch.dtype, gradients: bool) -> None:
         q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
         self.broadcast = problem.q_layout is None
         self.shape = dout.shape
         flat = dout.flatten(0, 1) if self.broadcast else dout
-        rows = {"out": flat, "dq": q if self.broadcast else flat, "dk": k, "dv": v}
+        rows = {"out": flat}
+        if gradients:
+            rows |= {"dq": q if self.broadcast else flat, "dk": k, "dv": v}
         # One row more than needed takes what padded positions write.
         self.buffers = {
             name: torch.zeros(x.shape[0] + 1, *x.shape[1:], dtype=dtype, device=q.device)
@@ -367,13 +375,11 @@ class _Results:
             (flat.shape[0] + 1, q.shape[1]), -torch.inf, dtype=dtype, device=q.device
         )
 
-    def put(
-        self, chunk: _Chunk, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
-    ) -> None:
-        """`[n, heads, rows, dim]` each; lse `[n, heads, rows]`."""
+    def put(self, chunk: _Chunk, *tensors: Tensor) -> None:
+        """In the order of `NAMES`: `[n, heads, rows, dim]` each; lse `[n, heads, rows]`."""
         q_place, k_place = chunk.places
         where = {"out": q_place, "lse": q_place, "dq": q_place, "dk": k_place, "dv": k_place}
-        for name, x in zip(NAMES, (out, lse, dq, dk, dv), strict=True):
+        for name, x in zip(NAMES, tensors, strict=False):
             if name == "dq" and self.broadcast:
                 self.buffers[name][:-1] += x.sum(0).transpose(0, 1)
             else:
@@ -381,7 +387,7 @@ class _Results:
                 self.buffers[name].index_copy_(0, where[name].flatten(), rows)
 
     def tensors(self) -> dict:
-        results = {name: self.buffers[name][:-1] for name in NAMES}
+        results = {name: self.buffers[name][:-1] for name in NAMES if name in self.buffers}
         for name, shape in (("out", self.shape), ("lse", self.shape[:-1])):
             results[name] = results[name].view(shape)
         return results
@@ -411,13 +417,17 @@ class Comparison:
 class Judge:
     """The reference and the yardstick of one problem, computed once for many results.
 
+    Args:
+        gradients: whether gradients will be compared too.
+
     Attributes:
         yardstick: the yardstick's errors by name, each (by maximum, by root mean square).
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.exact = reference(problem)
-        self.yardstick = {n: _errors(x, self.exact[n]) for n, x in yardstick(problem).items()}
+    def __init__(self, problem: Problem, gradients: bool = True) -> None:
+        self.exact = reference(problem, gradients)
+        rough = yardstick(problem, gradients=gradients)
+        self.yardstick = {name: _errors(x, self.exact[name]) for name, x in rough.items()}
         self.dtype = problem.q.dtype
 
     def compare(self, results: dict) -> dict[str, Comparison]:

@@ -57,6 +57,20 @@ def test_big_problems_leave_the_loops(monkeypatch):
     assert judge.compare(results)["dv"].ratio > 1
 
 
+def test_without_gradients_the_output_is_judged_alike(problem):
+    whole, half = (
+        testing.reference_in_chunks(problem, 500),
+        testing.reference_in_chunks(problem, 500, gradients=False),
+    )
+    assert set(half) == {"out", "lse"}
+    assert all(torch.equal(half[name], whole[name]) for name in half)
+    rough = yardstick(problem, gradients=False)
+    assert set(rough) == {"out", "lse"} and torch.equal(rough["out"], yardstick(problem)["out"])
+    out = attend(problem)["out"]
+    judge = Judge(problem, gradients=False)
+    assert judge.compare({"out": out})["out"] == compare({"out": out}, problem)["out"]
+
+
 def test_errors_of_long_tensors_are_taken_in_parts(monkeypatch):
     """The maximum and the mean of the whole, wherever the errors lie."""
     monkeypatch.setattr(testing, "ERROR_PART", 70)

@@ -228,10 +228,10 @@ def test_a_deadline_stops_before_a_row_and_names_what_is_left(tmp_path, capsys):
 
 
 def test_a_row_that_fails_does_not_end_the_run(tmp_path, capsys, monkeypatch):
-    def judge(problem):
+    def judge(problem, gradients):
         if problem.window is not None:
             raise torch.OutOfMemoryError("no memory\nmore")
-        return Judge(problem)
+        return Judge(problem, gradients)
 
     monkeypatch.setattr("bench.row.Judge", judge)
     code, data = run(tmp_path, "--brief")
