@@ -14,7 +14,7 @@ from bench.inputs import make_problems
 from bench.peers.base import Contender, Route, Unavailable
 from bench.roofline import roofline_ms
 from bench.shapes import Row
-from bench.timing import Timing, measure, peak_gib, short_reason
+from bench.timing import Timing, measure, short_reason, with_peak
 from gem.attention.testing import Comparison, Judge
 
 PASSES = ("forward", "backward")
@@ -149,16 +149,18 @@ def _time_route(
     device = routes[0].problem.q.device
     if direction == "forward":
         calls: list[Callable] = [route.forward for route in routes]
-        compared = judge.compare({"out": calls[0]()})
+        result, peak = with_peak(calls[0], device)
+        compared = judge.compare({"out": result})
     else:
         for route in routes:
             route.prepare_backward()
         calls = [route.backward for route in routes]
-        compared = judge.compare(dict(zip(GRADIENTS, calls[0](), strict=True)))
+        result, peak = with_peak(calls[0], device)
+        compared = judge.compare(dict(zip(GRADIENTS, result, strict=True)))
+    del result
     try:
         if not all(c.ratio <= 1 for c in compared.values()):
             return Outcome(compared=compared, route=label)
-        peak = peak_gib(calls[0], device)
         timing = measure(calls, device, min_ms)
         return Outcome(compared=compared, timing=timing, peak_gib=peak, route=label)
     finally:

@@ -16,10 +16,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+
+Result = TypeVar("Result")
 
 GRAPH_SECONDS = 1e-3  # a graph holds calls for about so long, so that its launch does not count
 MAX_CALLS = 32
@@ -71,15 +74,15 @@ def _launch(call: Callable[[], object], device: torch.device) -> tuple[float, fl
     return launched, time.perf_counter() - began
 
 
-def peak_gib(call: Callable[[], object], device: torch.device) -> float | None:
-    """GiB that one call allocates at its peak beyond what was there before; None on a CPU."""
+def with_peak(call: Callable[[], Result], device: torch.device) -> tuple[Result, float | None]:
+    """A call's result, and the GiB that it allocates at its peak (None on a CPU)."""
     if device.type != "cuda":
-        return None
+        return call(), None
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    call()
-    return (torch.cuda.max_memory_allocated(device) - before) / 2**30
+    result = call()
+    return result, (torch.cuda.max_memory_allocated(device) - before) / 2**30
 
 
 def measure(

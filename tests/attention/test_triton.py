@@ -10,6 +10,7 @@ import random
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from gem.attention import broadcast_attention, jagged_attention, ops
 from gem.attention.backends import triton_
@@ -243,9 +244,7 @@ def test_opcheck(queries):
 @pytest.mark.parametrize("queries", [None, 20], ids=["self", "broadcast"])
 def test_compiled_graphs_and_kernels_serve_changing_lengths(queries):
     """At most two graphs, and at most two variants of each kernel."""
-    counter = torch._dynamo.testing.CompileCounterWithBackend(
-        "aot_eager" if INTERPRETED else "inductor"
-    )
+    counter = CompileCounterWithBackend("aot_eager" if INTERPRETED else "inductor")
 
     @torch.compile(fullgraph=True, backend=counter)
     def loss(q, k, v, q_layout, k_layout):
