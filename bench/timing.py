@@ -74,15 +74,21 @@ def _launch(call: Callable[[], object], device: torch.device) -> tuple[float, fl
     return launched, time.perf_counter() - began
 
 
-def with_peak(call: Callable[[], Result], device: torch.device) -> tuple[Result, float | None]:
-    """A call's result, and the GiB that it allocates at its peak (None on a CPU)."""
+def with_peak(
+    call: Callable[[], Result], device: torch.device
+) -> tuple[Result, float | None, float]:
+    """A call's result, the GiB that it allocates at its peak (None on a CPU), its seconds."""
+    began = time.perf_counter()
     if device.type != "cuda":
-        return call(), None
+        return call(), None, time.perf_counter() - began
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
+    began = time.perf_counter()
     result = call()
-    return result, (torch.cuda.max_memory_allocated(device) - before) / 2**30
+    torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - began
+    return result, (torch.cuda.max_memory_allocated(device) - before) / 2**30, seconds
 
 
 def measure(
@@ -90,13 +96,18 @@ def measure(
     device: torch.device,
     min_ms: float = 50.0,
     max_seconds: float = 1.0,
+    first_seconds: float | None = None,
 ) -> Timing:
     """Times calls that do the same work on different inputs, one after the other.
 
     What a first call sets up is done before; a call of more than `max_seconds` runs twice in all.
     Repeats last at least `min_ms` in all, and about `max_seconds` at most (one repeat always runs).
+    `first_seconds` is what a first call took that had nothing to set up: if it was slow, it does.
     """
-    launches = [_launch(calls[0], device)]
+    if first_seconds is not None and first_seconds > max_seconds / 10:
+        launches = [(first_seconds, first_seconds)]
+    else:
+        launches = [_launch(calls[0], device)]
     if launches[0][1] < max_seconds / 10:
         launches += [_launch(calls[i % len(calls)], device) for i in range(1, max(5, len(calls)))]
     host_us = statistics.median(host for host, _ in launches) * 1e6

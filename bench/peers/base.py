@@ -24,7 +24,12 @@ class Route:
 
     What the lengths alone decide (offsets, indices, masks, schedules) is made in the constructor
     and does not count; all that touches q, k, v or dout belongs into `forward` and `backward`.
+
+    Attributes:
+        compiles: whether a first call may compile something, so that its time says nothing.
     """
+
+    compiles = True
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -74,10 +79,12 @@ class Contender:
     Attributes:
         name: its column.
         ours: whether it is a backend of this package.
+        last_resorts: labels of routes that are tried only where those before them fail.
     """
 
     name: str
     ours = False
+    last_resorts: tuple[str, ...] = ()
 
     def routes(self, problems: Sequence[Problem]) -> dict[str, Callable[[], list[Route]]]:
         """By label, what builds one route per problem.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ class BackendRoute(Route):
     def __init__(self, problem: Problem, backend: str, deterministic: bool = False) -> None:
         super().__init__(problem)
         self.backend, self.deterministic = backend, deterministic
+        self.compiles = backend != "torch"
 
     def forward(self) -> Tensor:
         with torch.no_grad():
@@ -34,6 +37,10 @@ class BackendRoute(Route):
         )
 
     def prepare_backward(self) -> None:
+        module = importlib.import_module(backends.BY_NAME[self.backend])
+        owner = module.backward.__module__
+        if owner != module.__name__:
+            raise Unavailable(f"its backward is that of {owner.rpartition('.')[2].strip('_')}")
         with torch.no_grad():
             self.out, self.lse = self._attend()
 

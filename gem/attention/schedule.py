@@ -87,13 +87,8 @@ def query_tiles(
     if not isinstance(queries, Tensor):
         queries = torch.full_like(k_lengths, queries)
     sample, number = _pieces(queries, block)
-    first = number * block
-    last = torch.minimum(first + block, queries[sample]) - 1
-    keys = k_lengths[sample]
-    shift = keys - queries[sample]
-    begin = torch.zeros_like(keys) if left is None else (first + shift - left).clamp(min=0)
-    end = keys if right is None else torch.minimum(last + shift + right + 1, keys)
-    order = (end - begin).clamp(min=0).argsort(descending=True, stable=True)
+    begin, end = _visible(sample, number * block, block, k_lengths, queries, left, right)
+    order = (end - begin).argsort(descending=True, stable=True)
     return _table(sample[order], number[order], device=device)
 
 
@@ -163,3 +158,83 @@ def _pieces(lengths: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 def _table(*columns: Tensor, device: torch.device) -> Tensor:
     return torch.stack(columns, 1).to(torch.int32).to(device, non_blocking=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class DealtTiles:
+    """Tiles for the CTAs of a persistent kernel, the longest first.
+
+    Attributes:
+        table: int32 `[tiles, 8]` of (first key row, keys of the sample, first and end of the keys
+            that the tile sees, first output row, queries of the sample, first query, head). Row
+            `turn * ctas + place` belongs to CTA `place`, or `ctas - 1 - place` in odd turns: a
+            zig-zag, which evens out the sums of lengths. Without a window the tiles of a sample and
+            head are neighbours, so that they run at the same time and share keys in the L2 cache.
+        empty: int32 `[n, 8]`, the same of tiles that see no key.
+    """
+
+    table: Tensor
+    empty: Tensor
+
+
+@register("dealt_tiles")
+def dealt_tiles(
+    k_lengths: Tensor,
+    queries: Tensor | int,
+    left: int | None,
+    right: int | None,
+    heads: int,
+    block_q: int,
+    block_k: int,
+    device: torch.device,
+) -> DealtTiles:
+    """Tiles of `block_q` queries of one head, those with the most blocks of `block_k` keys first.
+
+    Args:
+        k_lengths, queries, left, right: as in `query_tiles`.
+    """
+    if not isinstance(queries, Tensor):
+        queries = torch.full_like(k_lengths, queries)
+    samples = torch.arange(k_lengths.shape[0])
+    if left is None and right is None:  # all tiles of a sample are alike
+        samples = k_lengths.argsort(descending=True, stable=True)
+        pair, number = _pieces(queries[samples].repeat_interleave(heads), block_q)
+        sample, head = samples[pair // heads], pair % heads
+        begin, end = torch.zeros_like(sample), k_lengths[sample]
+    else:
+        sample, number = _pieces(queries, block_q)
+        begin, end = _visible(sample, number * block_q, block_q, k_lengths, queries, left, right)
+        blocks = (end - begin + block_k - 1) // block_k
+        order = blocks.argsort(descending=True, stable=True).repeat_interleave(heads)
+        head = torch.arange(heads).repeat(sample.shape[0])
+        sample, number, begin, end = (x[order] for x in (sample, number, begin, end))
+    of_sample = torch.stack(
+        [k_lengths.cumsum(0) - k_lengths, k_lengths, queries.cumsum(0) - queries, queries]
+    )
+    k_first, keys, out_first, queries = of_sample[:, sample]
+    columns = (k_first, keys, begin, end, out_first, queries, number * block_q, head)
+    table = torch.stack(columns, 1).to(torch.int32)
+    seen = begin < end
+    if seen.all():
+        return DealtTiles(table.to(device, non_blocking=True), table[:0].to(device))
+    parts = (table[seen], table[~seen])
+    return DealtTiles(*(part.to(device, non_blocking=True) for part in parts))
+
+
+def _visible(
+    sample: Tensor,
+    first: Tensor,
+    block: int,
+    keys: Tensor,
+    queries: Tensor,
+    left: int | None,
+    right: int | None,
+) -> tuple[Tensor, Tensor]:
+    """(begin, end) of the keys that some query of a tile sees; end is begin where there is none."""
+    last = torch.minimum(first + block, queries[sample]) - 1
+    shift = keys[sample] - queries[sample]
+    begin = torch.zeros_like(first) if left is None else (first + shift - left).clamp(min=0)
+    end = keys[sample]
+    if right is not None:
+        end = torch.minimum(last + shift + right + 1, end)
+    return begin, torch.maximum(begin, end)

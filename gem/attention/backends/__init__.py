@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 # Fastest first: `auto` takes the first that supports the call. The reference is never automatic.
 AUTOMATIC = {
+    "tlx": "gem.attention.backends.tlx_",
     "triton": "gem.attention.backends.triton_",
     "torch": "gem.attention.backends.torch_",
 }

@@ -140,7 +140,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
         out[covered:] = 0
         lse[covered:] = -torch.inf
     block_d = _block_d(call)
-    tiles = forward_tiles(block_d, _mean_queries(call, q), _mean(call.k_lengths))
+    tiles = forward_tiles(block_d, mean_queries(call, q), mean(call.k_lengths))
     tiles = tiles.fitted("queries", block_d, _shared_memory(q.device))
     table = schedule.schedule(
         "query_tiles",
@@ -285,7 +285,7 @@ class _Backward:
     def add_queries(self) -> None:
         """Writes dq of jagged attention."""
         call = self.call
-        tiles = self._fitted(queries_tiles(self.block_d, _mean_queries(call, self.q)), "queries")
+        tiles = self._fitted(queries_tiles(self.block_d, mean_queries(call, self.q)), "queries")
         table = self._table("query_tiles", tiles.queries)
         _launch(
             backward_kernels.queries_kernel,
@@ -302,7 +302,7 @@ class _Backward:
     def add_broadcast_queries(self) -> None:
         """Writes dq of broadcast attention."""
         call = self.call
-        tiles = self._fitted(queries_tiles(self.block_d, _mean_queries(call, self.q)), "queries")
+        tiles = self._fitted(queries_tiles(self.block_d, mean_queries(call, self.q)), "queries")
         blocks = triton.cdiv(self.q.shape[0], tiles.queries)
         segments = self._segments(call.heads * blocks)
         partial = self._partial(segments)
@@ -371,11 +371,13 @@ def _constants(call: Call, tiles: Tiles, block_d: int) -> dict[str, int]:
     }
 
 
-def _mean_queries(call: Call, q: Tensor) -> float:
-    return q.shape[0] if call.form == "broadcast" else _mean(call.q_lengths)
+def mean_queries(call: Call, q: Tensor) -> float:
+    """Queries of a sample, on average."""
+    return q.shape[0] if call.form == "broadcast" else mean(call.q_lengths)
 
 
-def _mean(lengths: Tensor) -> float:
+def mean(lengths: Tensor) -> float:
+    """The mean of host lengths."""
     return int(lengths.sum()) / max(1, lengths.shape[0])
 
 

@@ -1,8 +1,8 @@
-"""The Triton backend against the float64 reference.
+"""The Triton and TLX backends against the float64 reference.
 
-On a GPU these tests run under the `gpu` mark. Without one, `test_triton_interpreted` runs this file
-in a process of its own with TRITON_INTERPRET=1, which acts when a kernel is defined; lengths are
-smaller there, since the interpreter is slow.
+On a GPU these tests run under the `gpu` mark. Without one, `test_kernels_interpreted` runs those of
+Triton in a process of its own with TRITON_INTERPRET=1, which acts when a kernel is defined; lengths
+are smaller there, since the interpreter is slow.
 """
 
 import os
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from gem.attention import broadcast_attention, jagged_attention, ops
+from gem.attention import backends, broadcast_attention, jagged_attention, ops
 from gem.attention.backends import triton_
 from gem.attention.testing import (
     Problem,
@@ -30,6 +30,7 @@ pytestmark = [QUIET] if INTERPRETED else [pytest.mark.gpu]
 
 LENGTHS = [12, 9, 131, 0, 30] if INTERPRETED else [12, 9, 300, 0, 1, 700, 64, 2100]
 OTHER = [20, 0, 60, 5, 33] if INTERPRETED else [20, 0, 560, 5, 64, 70, 128, 400]
+BACKENDS = ["triton"] if INTERPRETED else ["triton", "tlx"]
 DTYPES = [torch.float16, torch.bfloat16]
 
 
@@ -37,10 +38,25 @@ def make(*args, dtype=torch.bfloat16, **options):
     return random_problem(*args, dtype=dtype, device=DEVICE, **options)
 
 
-def check(problem, **options):
-    results = attend(problem, "triton", **options)
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+def check(problem, backend):
+    skip_unsupported(backend, problem)
+    results = attend(problem, backend)
     assert_close_to_reference(results, problem)
     return results
+
+
+def skip_unsupported(name, problem):
+    q = problem.q
+    form = "broadcast" if problem.q_layout is None else "jagged"
+    call = backends.Call(form, "forward", q.device, q.dtype, q.shape[1], 1, q.shape[2])
+    reason = backends.unsupported(name, call)
+    if reason is not None:
+        pytest.skip(f"{name} {reason}")
 
 
 def test_the_kernels_are_what_the_name_says():
@@ -60,23 +76,26 @@ def test_the_kernels_are_what_the_name_says():
     ids=str,
 )
 @pytest.mark.parametrize("k_lengths", [None, OTHER], ids=["self", "cross"])
-def test_jagged(k_lengths, options, dtype):
-    check(make(LENGTHS, k_lengths, dtype=dtype, dim=32, heads=2, kv_heads=1, spare=3, **options))
+def test_jagged(k_lengths, options, dtype, backend):
+    check(
+        make(LENGTHS, k_lengths, dtype=dtype, dim=32, heads=2, kv_heads=1, spare=3, **options),
+        backend,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("queries", "kv_heads"), [(1, 2), (7, 1), (64, 2), (100, 2), (100, 1), (192, 2)]
 )
-def test_broadcast(queries, kv_heads, dtype):
-    check(make(queries, LENGTHS, dtype=dtype, dim=32, kv_heads=kv_heads, spare=3))
+def test_broadcast(queries, kv_heads, dtype, backend):
+    check(make(queries, LENGTHS, dtype=dtype, dim=32, kv_heads=kv_heads, spare=3), backend)
 
 
 @pytest.mark.parametrize("dim", [1, 40, 64, 96, 128, 256])
 @pytest.mark.parametrize("queries", [None, 33, 130], ids=["self", "33", "130"])
-def test_head_dims(queries, dim):
+def test_head_dims(queries, dim, backend):
     lengths = [70, 0, 33]
-    check(make(lengths, dim=dim) if queries is None else make(queries, lengths, dim=dim))
+    check(make(lengths, dim=dim) if queries is None else make(queries, lengths, dim=dim), backend)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +116,16 @@ def test_head_dims(queries, dim):
     ids=str,
 )
 @pytest.mark.parametrize("causal", [False, True])
-def test_edges(q_lengths, k_lengths, causal):
+def test_edges(q_lengths, k_lengths, causal, backend):
     if isinstance(q_lengths, int) and causal:
         pytest.skip("broadcast attention has no window")
-    check(make(q_lengths, k_lengths, causal=causal) if causal else make(q_lengths, k_lengths))
+    check(
+        make(q_lengths, k_lengths, causal=causal) if causal else make(q_lengths, k_lengths), backend
+    )
 
 
 @pytest.mark.parametrize("seed", range(8 if INTERPRETED else 200))
-def test_random_layouts(seed):
+def test_random_layouts(seed, backend):
     rng = random.Random(seed)
     longest = 100 if INTERPRETED else 1000
 
@@ -116,28 +137,28 @@ def test_random_layouts(seed):
     options = {"kv_heads": kv_heads, "heads": kv_heads * rng.choice([1, 2, 3])}
     options |= {"dim": rng.choice([16, 64]), "dtype": rng.choice(DTYPES)}
     if rng.random() < 0.5:
-        check(make(rng.randint(1, 200), lengths(batch), **options))
+        check(make(rng.randint(1, 200), lengths(batch), **options), backend)
         return
     side = [None, 0, rng.randint(0, 40), rng.randint(0, 300)]
     window = rng.choice([None, (rng.choice(side), rng.choice(side))])
     k_lengths = rng.choice([None, lengths(batch)])
-    check(make(lengths(batch), k_lengths, window=window, **options))
+    check(make(lengths(batch), k_lengths, window=window, **options), backend)
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 @pytest.mark.parametrize("queries", [None, 20], ids=["self", "broadcast"])
-def test_scales(queries, scale):
+def test_scales(queries, scale, backend):
     lengths = [40, 0, 70]
     problem = make(lengths, scale=scale) if queries is None else make(queries, lengths, scale=scale)
-    check(problem)
+    check(problem, backend)
 
 
 @pytest.mark.parametrize("queries", [None, 20, 140], ids=["self", "20", "140"])
-def test_large_scores_stay_finite(queries):
+def test_large_scores_stay_finite(queries, backend):
     lengths = [5, 33, 129]
     options = {"dim": 64, "std": 12.0}
     problem = make(lengths, **options) if queries is None else make(queries, lengths, **options)
-    assert all(x.isfinite().all() for x in check(problem).values())
+    assert all(x.isfinite().all() for x in check(problem, backend).values())
 
 
 def gradients(problem, backend, loss, strange=False):
@@ -163,11 +184,11 @@ def double(problem):
 
 
 @pytest.mark.parametrize("queries", [None, 20, 140], ids=["self", "20", "140"])
-def test_strange_strides_and_an_expanded_gradient(queries):
+def test_strange_strides_and_an_expanded_gradient(queries, backend):
     lengths = [40, 0, 70]
     problem = make(lengths) if queries is None else make(queries, lengths)
-    same = gradients(problem, "triton", lambda out, lse: out.sum())
-    strange = gradients(problem, "triton", lambda out, lse: out.sum(), strange=True)
+    same = gradients(problem, backend, lambda out, lse: out.sum())
+    strange = gradients(problem, backend, lambda out, lse: out.sum(), strange=True)
     exact = gradients(double(problem), "reference", lambda out, lse: out.sum())
     for a, b, c in zip(same, strange, exact, strict=True):
         assert torch.equal(a, b)
@@ -175,14 +196,14 @@ def test_strange_strides_and_an_expanded_gradient(queries):
 
 
 @pytest.mark.parametrize("queries", [None, 20, 140], ids=["self", "20", "140"])
-def test_the_gradient_of_the_log_sum_exp(queries):
+def test_the_gradient_of_the_log_sum_exp(queries, backend):
     lengths = [40, 3, 70]
     problem = make(lengths) if queries is None else make(queries, lengths)
 
     def loss(out, lse):
         return (out.double() * problem.dout.double()).sum() + (lse.double() * 3).square().sum()
 
-    results = gradients(problem, "triton", loss)
+    results = gradients(problem, backend, loss)
     exact = gradients(double(problem), "reference", loss)
     for a, b in zip(results, exact, strict=True):
         assert (a.double() - b).norm() <= 0.02 * b.norm()
@@ -190,10 +211,10 @@ def test_the_gradient_of_the_log_sum_exp(queries):
 
 @pytest.mark.parametrize("queries", [None, 20, 140], ids=["self", "20", "140"])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_neighbour_is_never_read_into_a_product(queries, poison):
+def test_a_neighbour_is_never_read_into_a_product(queries, poison, backend):
     lengths = [40, 70, 33]
     problem = make(lengths) if queries is None else make(queries, lengths)
-    expected = attend(problem, "triton")
+    expected = attend(problem, backend)
     bad = slice(40, 110)
     k, v = problem.k.clone(), problem.v.clone()
     k[bad], v[bad] = poison, poison
@@ -202,7 +223,7 @@ def test_a_neighbour_is_never_read_into_a_product(queries, poison):
         q, dout = problem.q.clone(), problem.dout.clone()
         q[bad], dout[bad] = poison, poison
         inputs |= {"q": q, "dout": dout}
-    results = attend(Problem(**{**vars(problem), **inputs}), "triton")
+    results = attend(Problem(**{**vars(problem), **inputs}), backend)
     mine = [True, False, True]
     for name in ("out", "dk", "dv") if queries else ("out", "dq", "dk", "dv"):
         a, b = expected[name], results[name]
@@ -214,16 +235,16 @@ def test_a_neighbour_is_never_read_into_a_product(queries, poison):
 
 @pytest.mark.parametrize("queries", [None, 20, 140], ids=["self", "20", "140"])
 @pytest.mark.parametrize("deterministic", [True] if INTERPRETED else [False, True])
-def test_every_run_has_the_same_bits(queries, deterministic):
+def test_every_run_has_the_same_bits(queries, deterministic, backend):
     problem = make(OTHER) if queries is None else make(queries, OTHER)
-    first = attend(problem, "triton", deterministic)
+    first = attend(problem, backend, deterministic)
     for _ in range(1 if INTERPRETED else 50):
-        again = attend(problem, "triton", deterministic)
+        again = attend(problem, backend, deterministic)
         assert all(torch.equal(again[name], x) for name, x in first.items())
 
 
 @pytest.mark.parametrize("queries", [None, 20], ids=["self", "broadcast"])
-def test_opcheck(queries):
+def test_opcheck(queries, backend):
     problem = make([20, 0, 9]) if queries is None else make(queries, [20, 0, 9])
     inputs = [x.requires_grad_() for x in (problem.q, problem.k, problem.v)]
     q_layout, k_layout = problem.q_layout, problem.k_layout
@@ -231,7 +252,7 @@ def test_opcheck(queries):
         *((q_layout.offsets, q_layout.lengths) if q_layout else (None, None)),
         *(k_layout.offsets, k_layout.lengths),
     ]
-    options = (0.3, None, None, "triton", False)
+    options = (0.3, None, None, backend, False)
     torch.library.opcheck(ops.attention, (*inputs, *layouts, *options))
     inputs = [x.detach() for x in inputs]
     out, lse = ops.attention(*inputs, *layouts, *options)
@@ -242,16 +263,16 @@ def test_opcheck(queries):
 
 
 @pytest.mark.parametrize("queries", [None, 20], ids=["self", "broadcast"])
-def test_compiled_graphs_and_kernels_serve_changing_lengths(queries):
+def test_compiled_graphs_and_kernels_serve_changing_lengths(queries, backend):
     """At most two graphs, and at most two variants of each kernel."""
     counter = CompileCounterWithBackend("aot_eager" if INTERPRETED else "inductor")
 
     @torch.compile(fullgraph=True, backend=counter)
     def loss(q, k, v, q_layout, k_layout):
         if queries is None:
-            out = jagged_attention(q, k, v, q_layout, k_layout, backend="triton", causal=True)
+            out = jagged_attention(q, k, v, q_layout, k_layout, backend=backend, causal=True)
         else:
-            out = broadcast_attention(q, k, v, k_layout, backend="triton")
+            out = broadcast_attention(q, k, v, k_layout, backend=backend)
         return out.float().square().sum()
 
     rng = random.Random(0)

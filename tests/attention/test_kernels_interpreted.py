@@ -1,4 +1,4 @@
-"""Runs `test_triton` in Triton's interpreter, on a CPU.
+"""Runs `test_kernels` in Triton's interpreter, on a CPU.
 
 TRITON_INTERPRET acts when a kernel is defined, so that this needs a process of its own.
 """
@@ -23,7 +23,7 @@ def test_the_triton_backend_in_the_interpreter():
             "-q",
             "-p",
             "no:cacheprovider",
-            "tests/attention/test_triton.py",
+            "tests/attention/test_kernels.py",
         ],
         cwd=root,
         env={**os.environ, "TRITON_INTERPRET": "1"},

@@ -1,0 +1,199 @@
+"""Attention in TLX (Triton Low-level Extensions): the forward on Hopper GPUs.
+
+The kernel is in `tlx_hopper_forward`; this file chooses its shape and launches it. The backward is
+that of the Triton backend, which means the same by out and lse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gem.attention import schedule
+from gem.attention.backends import Call, triton_
+from gem.attention.backends.tlx_common import fits_tma, ragged
+from gem.attention.backends.tlx_hopper_forward import hopper_forward_kernel
+
+backward = triton_.backward
+
+
+def unsupported(call: Call) -> str | None:
+    """None if TLX can serve the call, else why not."""
+    reason = triton_.unsupported(call)
+    if reason is not None or call.direction == "backward":
+        return reason
+    if call.device.type != "cuda" or _capability(call.device) != (9, 0):
+        return "needs a Hopper GPU (compute capability 9.0)"
+    if call.head_dim > 128 or call.head_dim % 8:
+        return f"needs a head dim that is a multiple of 8 up to 128, not {call.head_dim}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The shape of a launch of the forward kernel.
+
+    Attributes:
+        consumers: warp groups of 64 queries each.
+        keys: rows of a block of keys, 64 or 128.
+        stages, q_stages: blocks of keys and tiles of queries in shared memory.
+        registers: per thread of a consumer.
+        ctas: on a multiprocessor.
+        ping_pong: whether consumers issue their products in turns.
+        p_wide: whether probabilities are carried to the next step in float32: more registers, but
+            16-bit halves would have to be joined again.
+    """
+
+    consumers: int
+    keys: int
+    stages: int
+    q_stages: int
+    registers: int
+    ctas: int = 1
+    ping_pong: bool = False
+    p_wide: bool = False
+
+
+def forward_shape(block_d: int, broadcast: bool, queries: float, keys: float) -> Shape:
+    """What was fastest on an H200 for these means per sample."""
+    if block_d == 64:
+        if queries <= 64:
+            return Shape(1, 128, 3, 2, 232, ctas=2)
+        if broadcast and 128 < queries <= 192:
+            return Shape(3, 64, 6, 2, 160)
+        return Shape(2, 128, 4, 2, 240)
+    if not broadcast:
+        return Shape(2, 128, 2, 2, 240, ping_pong=True)
+    if queries <= 64:
+        return Shape(1, 64, 5, 2, 232, p_wide=True)
+    if 128 < queries <= 192:
+        return Shape(3, 64, 4, 1, 160, p_wide=True)
+    if queries <= 128 or keys < 512:
+        return Shape(2, 64, 4, 2, 240, p_wide=True)
+    return Shape(2, 128, 2, 2, 240)
+
+
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse; see `gem.attention.backends`."""
+    block_d = 64 if call.head_dim <= 64 else 128
+    means = triton_.mean_queries(call, q), triton_.mean(call.k_lengths)
+    shape = forward_shape(block_d, call.form == "broadcast", *means)
+    return launch(call, q, k, v, shape)
+
+
+def launch(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, shape: Shape, p_shared: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The forward by a kernel of this shape.
+
+    Args:
+        p_shared: take the probabilities through shared memory, to compare.
+    """
+    q, k, v = (x if fits_tma(x) else x.contiguous() for x in (q, k, v))
+    broadcast = call.form == "broadcast"
+    rows = (call.k_lengths.shape[0], *q.shape) if broadcast else q.shape
+    out = torch.empty(rows, dtype=q.dtype, device=q.device)
+    lse = torch.empty(rows[:-1], dtype=torch.float32, device=q.device)
+    if not broadcast:
+        covered = int(call.q_lengths.sum())
+        out[covered:] = 0
+        lse[covered:] = -torch.inf
+    tiles: schedule.DealtTiles = schedule.schedule(
+        "dealt_tiles",
+        call.k_lengths,
+        q.shape[0] if broadcast else call.q_lengths,
+        call.left,
+        call.right,
+        call.heads,
+        64 * shape.consumers,
+        shape.keys,
+        q.device,
+    )
+    block_d = 64 if call.head_dim <= 64 else 128
+    count, empty = tiles.table.shape[0], tiles.empty.shape[0]
+    flat = out.view(-1, call.heads, call.head_dim)
+    with torch.cuda.device(q.device):
+        if count:
+            hopper_forward_kernel[(min(count, shape.ctas * _processors(q.device)),)](
+                ragged(q, 64, block_d),
+                ragged(k, shape.keys, block_d),
+                ragged(v, shape.keys, block_d),
+                ragged(flat, 64, block_d),
+                lse,
+                tiles.table,
+                count,
+                call.scale * math.log2(math.e),
+                call.left or 0,
+                call.right or 0,
+                HEADS=call.heads,
+                GROUP=call.heads // call.kv_heads,
+                BROADCAST=broadcast,
+                HAS_LEFT=call.left is not None,
+                HAS_RIGHT=call.right is not None,
+                FLIPPED=call.scale < 0,
+                CONSUMERS=shape.consumers,
+                BLOCK_K=shape.keys,
+                BLOCK_D=block_d,
+                STAGES=shape.stages,
+                Q_STAGES=shape.q_stages,
+                REGISTERS=shape.registers,
+                PING_PONG=shape.ping_pong,
+                P_SHARED=p_shared,
+                P_WIDE=shape.p_wide,
+                num_warps=4,
+                num_stages=1,  # the software pipeliner has nothing to do here
+            )
+        if empty:
+            _blank_kernel[(empty,)](
+                flat,
+                lse,
+                tiles.empty,
+                HEADS=call.heads,
+                DIM=call.head_dim,
+                BLOCK_Q=triton.next_power_of_2(64 * shape.consumers),
+                ROWS=64 * shape.consumers,
+                BLOCK_D=block_d,
+            )
+    return out, lse
+
+
+@triton.jit
+def _blank_kernel(
+    OUT,
+    LSE,
+    TILES,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """out = 0 and lse = -inf for the queries of tiles that see no key."""
+    row = TILES + tl.program_id(0) * 8
+    out_first = tl.load(row + 4).to(tl.int64)
+    first_i = tl.load(row + 6)
+    head = tl.load(row + 7)
+    rows = tl.arange(0, BLOCK_Q)
+    there = (rows < tl.load(row + 5) - first_i) & (rows < ROWS)
+    place = (out_first + first_i + rows) * HEADS + head
+    columns = tl.arange(0, BLOCK_D)
+    zero = tl.zeros([BLOCK_Q, BLOCK_D], OUT.dtype.element_ty)
+    mask = there[:, None] & (columns < DIM)[None, :]
+    tl.store(OUT + place[:, None] * DIM + columns[None, :], zero, mask=mask)
+    tl.store(LSE + place, tl.full([BLOCK_Q], -float("inf"), tl.float32), mask=there)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

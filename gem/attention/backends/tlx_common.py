@@ -1,0 +1,59 @@
+"""Parts that the TLX kernels share: ragged TMA descriptors and the copies through them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language.extra.tlx as tlx
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+_BILLION = 2**30
+_MOST = 0x7FFF0000
+
+
+def ragged(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A descriptor of x `[rows, heads, dim]` whose copies end where a sample ends.
+
+    A TMA box is cut only at the ends of the whole tensor. So the rows are described by three
+    dimensions, whose strides S, S and 2^64 - S (in bytes, modulo 2^64) are taken such that the
+    coordinates (2^30, first + count, 2^30 - count + row) mean row `first + row`, while the third
+    dimension, of size 2^30, ends after `count` rows. (The idea is that of Triton's ragged_tma.)
+
+    Args:
+        x: any strides whose bytes are a multiple of 16, but 1 between columns; at most 2^30 rows.
+        rows, columns: of a box; columns past x's read as 0 and are not written.
+    """
+    row, head = x.stride(0), x.stride(1)
+    return TensorDescriptor(
+        x,
+        [_MOST, _MOST, x.shape[1], _BILLION, x.shape[2]],
+        [2**34 - row, row, head, row, 1],
+        [1, 1, 1, rows, columns],
+    )
+
+
+def fits_tma(x: Tensor) -> bool:
+    """Whether `ragged` can describe x."""
+    size = x.element_size()
+    return (
+        x.data_ptr() % 16 == 0
+        and x.stride(2) == 1
+        and all(stride * size % 16 == 0 and 0 < stride < 2**32 for stride in x.stride()[:2])
+        and x.shape[0] <= _BILLION
+    )
+
+
+@triton.jit
+def copy_rows(desc, buffer, barrier, first, count, row, head):
+    """Copies a box from `row` of the sample that has `count` rows from `first` on."""
+    tlx.async_descriptor_load(
+        desc, buffer, [1073741824, first + count, head, 1073741824 - count + row, 0], barrier
+    )
+
+
+@triton.jit
+def store_rows(desc, buffer, first, count, row, head):
+    """Writes a box from `row` of the sample on; rows past its end are left out."""
+    tlx.async_descriptor_store(
+        desc, buffer, [1073741824, first + count, head, 1073741824 - count + row, 0]
+    )
