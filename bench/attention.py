@@ -118,7 +118,7 @@ def run(args: argparse.Namespace, command: str) -> int:
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     facts = machine.describe(device)
-    results = ResultsFile(args.out, facts["loan"], load(args.shapes))
+    results = ResultsFile(args.out, facts["boot"], load(args.shapes))
     known = all_contenders(args.deterministic)
     chosen = [known[name] for name in args.contenders]
 
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace, command: str) -> int:
 
     todo = [row for row in args.rows if passes_left(row)]
     print(
-        f"{facts['gpu'] or 'CPU'}, loan {facts['loan']}: {len(todo)} of {len(args.rows)} rows to "
+        f"{facts['gpu'] or 'CPU'}, boot {facts['boot']}: {len(todo)} of {len(args.rows)} rows to "
         f"measure with {' '.join(args.contenders)}",
         flush=True,
     )
@@ -215,7 +215,9 @@ def progress(direction: str, outcomes: dict[str, Outcome], ratio: float | None) 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     args = parse(argv)
-    command = shlex.join(["python", "-m", "bench.attention", *argv])
+    # A folder of this machine says nothing elsewhere.
+    words = [Path(word).name if Path(word).is_absolute() else word for word in argv]
+    command = shlex.join(["python", "-m", "bench.attention", *words])
     if show(args):
         return 0
     if args.profile:

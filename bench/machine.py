@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata as metadata
 import importlib.util
-import os
 import subprocess
 from pathlib import Path
 
 import torch
 
-from gem.ptxas import VARIABLES, ptxas_version, use_installed_ptxas
+from bench.compile import assembler
+from gem.ptxas import ptxas_version
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def loan(device: torch.device) -> str:
-    """A digest of this boot and the GPU; results of one loan can be compared."""
+def boot(device: torch.device) -> str:
+    """A digest of this boot and the GPU; results of one boot can be compared."""
     boot = _BOOT.read_text().strip() if _BOOT.exists() else "no boot id"
     uuid = ""
     if device.type == "cuda":
@@ -27,21 +27,19 @@ def loan(device: torch.device) -> str:
 
 def describe(device: torch.device) -> dict:
     """Versions and the device; no names of hosts, no paths."""
-    use_installed_ptxas()
-    ptxas = os.environ.get(VARIABLES[0])
     facts = {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "driver": _smi("driver_version") if device.type == "cuda" else None,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "triton": _version("fbtriton", "fbtriton ") or _version("triton"),
-        "ptxas": ptxas_version(ptxas) if ptxas else "of Triton's wheel",
+        "ptxas": ptxas_version(assembler(90)),
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
         "flash_attn_4": _version("flash-attn-4") or _found("flash_attn"),
         "flash_attn_3": _version("flash-attn-3")
         or _version("xformers", "from xformers ")
         or _found("fa3"),
-        "loan": loan(device),
+        "boot": boot(device),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

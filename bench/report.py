@@ -96,7 +96,7 @@ def skips(data: dict) -> dict[str, str]:
 def markdown(data: dict) -> str:
     """The results as Markdown: the machine, the ceilings, a table per set and pass."""
     machine, ceilings = data.get("machine", {}), data.get("ceilings", {})
-    facts = [f"{k} {v}" for k, v in machine.items() if v and k not in ("loan", "gpu")]
+    facts = [f"{k} {v}" for k, v in machine.items() if v and k not in ("boot", "gpu")]
     lines = [f"Measured on {machine.get('gpu') or 'a CPU'}, {data.get('date', 'no date')}, with"]
     lines += [f"`{data.get('command', '')}`.", ""]
     if facts:

@@ -1,8 +1,8 @@
 """The JSON file of a benchmark, written after every row and resumable.
 
-Rows that were measured on one loan of a machine (one boot, one GPU) can be compared; a row of
-another loan is measured again. The file is `complete` when every row of the shapes file is there in
-both passes, from one loan, with the same contenders.
+Rows that were measured on one boot of a machine (one boot, one GPU) can be compared; a row of
+another boot is measured again. The file is `complete` when every row of the shapes file is there in
+both passes, from one boot, with the same contenders.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class ResultsFile:
         path: the file.
         data: what it holds (`machine`, `command`, `date`, `ceilings`, `complete`, `rows`,
             `faults`).
-        loan: what identifies this machine since it was started.
+        boot: what identifies this machine since it was started.
     """
 
-    def __init__(self, path: Path | str, loan: str, shapes: Sequence[Row]) -> None:
-        self.path, self.loan, self.shapes = Path(path), loan, shapes
+    def __init__(self, path: Path | str, boot: str, shapes: Sequence[Row]) -> None:
+        self.path, self.boot, self.shapes = Path(path), boot, shapes
         self.data = read(self.path) if self.path.exists() else {}
         self.data.setdefault("rows", [])
 
     def ceilings(self, dtype: str) -> dict | None:
-        """What this loan measured before, or None."""
+        """What this boot measured before, or None."""
         known = self.data.get("ceilings", {})
-        if self.data.get("machine", {}).get("loan") == self.loan and known.get("dtype") == dtype:
+        if self.data.get("machine", {}).get("boot") == self.boot and known.get("dtype") == dtype:
             return known
         return None
 
@@ -45,10 +45,10 @@ class ResultsFile:
     def is_done(
         self, name: str, direction: str, dtype: str, deterministic: bool, contenders: Iterable[str]
     ) -> bool:
-        """Whether this loan has measured all these contenders on the row."""
+        """Whether this boot has measured all these contenders on the row."""
         return any(
             (r["name"], r["pass"], r["dtype"]) == (name, direction, dtype)
-            and r["loan"] == self.loan
+            and r["boot"] == self.boot
             and r.get("deterministic", False) == deterministic
             and set(contenders) <= set(r["contenders"])
             for r in self.data["rows"]
@@ -57,7 +57,7 @@ class ResultsFile:
     def put(self, entries: Iterable[dict]) -> None:
         """Adds entries, each in place of one of the same row and pass, and writes the file."""
         for entry in entries:
-            entry = {**entry, "loan": self.loan}
+            entry = {**entry, "boot": self.boot}
             key = (entry["name"], entry["pass"])
             self.data["rows"] = [r for r in self.data["rows"] if (r["name"], r["pass"]) != key] + [
                 entry
@@ -71,14 +71,14 @@ class ResultsFile:
     def add_fault(self, name: str, direction: str, contender: str, reason: str) -> None:
         """Remembers that a contender ended a run, so that the next one leaves it out."""
         fault = {"row": name, "pass": direction, "contender": contender, "reason": reason}
-        self.data.setdefault("faults", []).append({**fault, "loan": self.loan})
+        self.data.setdefault("faults", []).append({**fault, "boot": self.boot})
         self.write()
 
     def faults(self, name: str) -> dict[tuple[str, str], str]:
         return {
             (f["contender"], f["pass"]): f["reason"]
             for f in self.data.get("faults", [])
-            if f["row"] == name and f["loan"] == self.loan
+            if f["row"] == name and f["boot"] == self.boot
         }
 
     @property
@@ -91,7 +91,7 @@ class ResultsFile:
         return all(
             rows[key][field] == first[field]
             for key in wanted
-            for field in ("loan", "contenders", "dtype")
+            for field in ("boot", "contenders", "dtype")
         )
 
     def write(self) -> None:

@@ -215,9 +215,7 @@ def dealt_tiles(
     columns = (k_first, keys, begin, end, out_first, queries, number * block_q, head)
     table = torch.stack(columns, 1).to(torch.int32)
     seen = begin < end
-    if seen.all():
-        return DealtTiles(table.to(device, non_blocking=True), table[:0].to(device))
-    parts = (table[seen], table[~seen])
+    parts = (table, table[:0]) if seen.all() else (table[seen], table[~seen])
     return DealtTiles(*(part.to(device, non_blocking=True) for part in parts))
 
 

@@ -104,7 +104,7 @@ def test_report_says_why_not(fast):
 
 def test_names_are_what_backend_takes():
     assert backends.names()[0] == "auto"
-    assert set(backends.names()) == {"auto", "triton", "torch", "reference"}
+    assert set(backends.names()) == {"auto", "tlx", "triton", "torch", "reference"}
     for name in ("auto", "torch", "reference"):
         assert attend(torch.float32, backend=name).shape == (5, 2, 8)
 

@@ -110,3 +110,64 @@ def test_no_keys_at_all():
         segments = schedule.key_segments(lengths, 8, CPU)
         assert segments.turns == 0 and segments.table.shape == (0, 3)
         assert schedule.query_tiles(lengths, 0, None, None, 64, CPU).shape == (0, 2)
+
+
+def tile_loads(tiles, block_k):
+    """Blocks of keys of each CTA, as the kernel deals the table."""
+    rows = tiles.table.tolist()
+    for ctas in (1, 7, 132):
+        loads = [0] * ctas
+        for place, row in enumerate(rows):
+            turn, at = divmod(place, ctas)
+            cta = at if turn % 2 == 0 else ctas - 1 - at
+            loads[cta] += -(-(row[3] - row[2]) // block_k)
+        yield ctas, loads
+
+
+@pytest.mark.parametrize(("left", "right"), WINDOWS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_dealt_tiles_hold_every_tile_of_every_head_once(left, right, shared):
+    if shared and (left, right) != (None, None):
+        pytest.skip("broadcast attention has no window")
+    rng = random.Random(2)
+    keys = random_lengths(rng, 9)
+    queries = 21 if shared else random_lengths(rng, 9)
+    each = [21] * 9 if shared else queries.tolist()
+    tiles = schedule.dealt_tiles(keys, queries, left, right, 3, 8, 4, CPU)
+    k_first, out_first = keys.cumsum(0) - keys, torch.tensor(each).cumsum(0) - torch.tensor(each)
+    seen = {}
+    for row, empty in [(r, False) for r in tiles.table.tolist()] + [
+        (r, True) for r in tiles.empty.tolist()
+    ]:
+        first_key, n_keys, begin, end, first_out, n_queries, first, head = row
+        sample = next(
+            b for b in range(9)
+            if out_first[b] <= first_out + first < out_first[b] + each[b]
+        )  # fmt: skip
+        assert (first_key, n_keys) == (k_first[sample], keys[sample])
+        assert (first_out, n_queries) == (out_first[sample], each[sample])
+        last = min(first + 8, n_queries)
+        count = visible_keys(n_queries, n_keys, first, last, left, right)
+        assert (count == 0) == empty and (empty or count == end - begin)
+        seen[sample, first, head] = seen.get((sample, first, head), 0) + 1
+    expected = {(b, i, h) for b, n in enumerate(each) for i in range(0, n, 8) for h in range(3)}
+    assert set(seen) == expected and set(seen.values()) == {1}
+    loads = [-(-(row[3] - row[2]) // 4) for row in tiles.table.tolist()]
+    assert loads == sorted(loads, reverse=True)
+
+
+def test_dealt_tiles_balance_the_ctas_and_keep_a_sample_together():
+    lengths = torch.randint(1, 2000, (512,), generator=torch.Generator().manual_seed(0))
+    tiles = schedule.dealt_tiles(lengths, 256, None, None, 4, 128, 64, CPU)
+    for ctas, loads in tile_loads(tiles, 64):
+        assert max(loads) <= 1.02 * sum(loads) / ctas
+    pairs = [(row[0], row[7]) for row in tiles.table.tolist()]
+    assert pairs[::2] == pairs[1::2]  # the two tiles of a sample and head
+
+
+def test_no_tiles_at_all():
+    lengths = torch.tensor([0, 0])
+    tiles = schedule.dealt_tiles(lengths, 5, None, None, 2, 64, 64, CPU)
+    assert tiles.table.shape == (0, 8) and tiles.empty.shape == (4, 8)
+    tiles = schedule.dealt_tiles(lengths[:0], lengths[:0], 3, 0, 2, 64, 64, CPU)
+    assert tiles.table.shape == tiles.empty.shape == (0, 8)

@@ -90,26 +90,26 @@ def done(results, row=ROW, direction="forward", contenders=("triton",), determin
     return results.is_done(row.name, direction, "bfloat16", deterministic, contenders)
 
 
-def test_rows_of_this_loan_are_done_and_those_of_another_are_replaced(tmp_path):
+def test_rows_of_this_boot_are_done_and_those_of_another_are_replaced(tmp_path):
     path = tmp_path / "results.json"
-    first = ResultsFile(path, "loan1", [ROW, OTHER])
-    first.start({"loan": "loan1"}, "c", "today", {**CEILINGS, "dtype": "bfloat16"})
+    first = ResultsFile(path, "boot1", [ROW, OTHER])
+    first.start({"boot": "boot1"}, "c", "today", {**CEILINGS, "dtype": "bfloat16"})
     first.put(both(OTHER))
     first.put(both(ROW))
     assert [r["name"] for r in read(path)["rows"]] == ["a", "a", "b", "b"]
     assert first.complete and read(path)["complete"] is True
-    again = ResultsFile(path, "loan1", [ROW, OTHER])
+    again = ResultsFile(path, "boot1", [ROW, OTHER])
     assert done(again) and done(again, OTHER, "backward")
     assert not done(again, contenders=["triton", "tlx"]) and not done(again, deterministic=True)
     assert again.ceilings("bfloat16")["copy_tb_s"] == 1.0 and again.ceilings("float16") is None
-    second = ResultsFile(path, "loan2", [ROW, OTHER])
+    second = ResultsFile(path, "boot2", [ROW, OTHER])
     assert not done(second) and second.ceilings("bfloat16") is None
     second.put(both(ROW))
-    assert [(r["name"], r["loan"]) for r in read(path)["rows"]] == [
-        ("a", "loan2"),
-        ("a", "loan2"),
-        ("b", "loan1"),
-        ("b", "loan1"),
+    assert [(r["name"], r["boot"]) for r in read(path)["rows"]] == [
+        ("a", "boot2"),
+        ("a", "boot2"),
+        ("b", "boot1"),
+        ("b", "boot1"),
     ]
     assert not second.complete and read(path)["complete"] is False
     second.put(both(OTHER))
@@ -117,7 +117,7 @@ def test_rows_of_this_loan_are_done_and_those_of_another_are_replaced(tmp_path):
 
 
 def test_a_file_is_complete_only_with_the_same_contenders_in_both_passes(tmp_path):
-    results = ResultsFile(tmp_path / "r.json", "loan", [ROW, OTHER])
+    results = ResultsFile(tmp_path / "r.json", "boot", [ROW, OTHER])
     results.put(both(ROW))
     results.put(both(OTHER)[:1])
     assert not results.complete
@@ -128,7 +128,7 @@ def test_a_file_is_complete_only_with_the_same_contenders_in_both_passes(tmp_pat
 
 
 def test_writing_is_atomic_and_never_leaves_nan(tmp_path, monkeypatch):
-    results = ResultsFile(tmp_path / "r.json", "loan", [ROW])
+    results = ResultsFile(tmp_path / "r.json", "boot", [ROW])
     results.put([{**both(ROW)[0], "error_ratio": math.inf}])
     before = (tmp_path / "r.json").read_text()
     assert json.loads(before)["rows"][0]["error_ratio"] is None
@@ -142,13 +142,13 @@ def test_writing_is_atomic_and_never_leaves_nan(tmp_path, monkeypatch):
     assert (tmp_path / "r.json").read_text() == before
 
 
-def test_a_contender_that_ended_a_run_is_remembered_for_this_loan(tmp_path):
-    ResultsFile(tmp_path / "r.json", "loan", [ROW]).add_fault("a", "backward", "fa3", "lost")
-    assert ResultsFile(tmp_path / "r.json", "loan", [ROW]).faults("a") == {
+def test_a_contender_that_ended_a_run_is_remembered_for_this_boot(tmp_path):
+    ResultsFile(tmp_path / "r.json", "boot", [ROW]).add_fault("a", "backward", "fa3", "lost")
+    assert ResultsFile(tmp_path / "r.json", "boot", [ROW]).faults("a") == {
         ("fa3", "backward"): "lost"
     }
     assert ResultsFile(tmp_path / "r.json", "other", [ROW]).faults("a") == {}
-    assert ResultsFile(tmp_path / "r.json", "loan", [ROW]).faults("b") == {}
+    assert ResultsFile(tmp_path / "r.json", "boot", [ROW]).faults("b") == {}
 
 
 def test_tables_and_pages_show_speed_breaks_and_means(tmp_path, capsys):

@@ -118,48 +118,51 @@ def launch(
     block_d = 64 if call.head_dim <= 64 else 128
     count, empty = tiles.table.shape[0], tiles.empty.shape[0]
     flat = out.view(-1, call.heads, call.head_dim)
-    with torch.cuda.device(q.device):
-        if count:
-            hopper_forward_kernel[(min(count, shape.ctas * _processors(q.device)),)](
-                ragged(q, 64, block_d),
-                ragged(k, shape.keys, block_d),
-                ragged(v, shape.keys, block_d),
-                ragged(flat, 64, block_d),
-                lse,
-                tiles.table,
-                count,
-                call.scale * math.log2(math.e),
-                call.left or 0,
-                call.right or 0,
-                HEADS=call.heads,
-                GROUP=call.heads // call.kv_heads,
-                BROADCAST=broadcast,
-                HAS_LEFT=call.left is not None,
-                HAS_RIGHT=call.right is not None,
-                FLIPPED=call.scale < 0,
-                CONSUMERS=shape.consumers,
-                BLOCK_K=shape.keys,
-                BLOCK_D=block_d,
-                STAGES=shape.stages,
-                Q_STAGES=shape.q_stages,
-                REGISTERS=shape.registers,
-                PING_PONG=shape.ping_pong,
-                P_SHARED=p_shared,
-                P_WIDE=shape.p_wide,
-                num_warps=4,
-                num_stages=1,  # the software pipeliner has nothing to do here
-            )
-        if empty:
-            _blank_kernel[(empty,)](
-                flat,
-                lse,
-                tiles.empty,
-                HEADS=call.heads,
-                DIM=call.head_dim,
-                BLOCK_Q=triton.next_power_of_2(64 * shape.consumers),
-                ROWS=64 * shape.consumers,
-                BLOCK_D=block_d,
-            )
+    if count:
+        triton_.run(
+            hopper_forward_kernel,
+            (min(count, shape.ctas * _processors(q.device)),),
+            ragged(q, 64, block_d),
+            ragged(k, shape.keys, block_d),
+            ragged(v, shape.keys, block_d),
+            ragged(flat, 64, block_d),
+            lse,
+            tiles.table,
+            count,
+            call.scale * math.log2(math.e),
+            call.left or 0,
+            call.right or 0,
+            HEADS=call.heads,
+            GROUP=call.heads // call.kv_heads,
+            BROADCAST=broadcast,
+            HAS_LEFT=call.left is not None,
+            HAS_RIGHT=call.right is not None,
+            FLIPPED=call.scale < 0,
+            CONSUMERS=shape.consumers,
+            BLOCK_K=shape.keys,
+            BLOCK_D=block_d,
+            STAGES=shape.stages,
+            Q_STAGES=shape.q_stages,
+            REGISTERS=shape.registers,
+            PING_PONG=shape.ping_pong,
+            P_SHARED=p_shared,
+            P_WIDE=shape.p_wide,
+            num_warps=4,
+            num_stages=1,  # the software pipeliner has nothing to do here
+        )
+    if empty:
+        triton_.run(
+            _blank_kernel,
+            (empty,),
+            flat,
+            lse,
+            tiles.empty,
+            HEADS=call.heads,
+            DIM=call.head_dim,
+            BLOCK_Q=triton.next_power_of_2(64 * shape.consumers),
+            ROWS=64 * shape.consumers,
+            BLOCK_D=block_d,
+        )
     return out, lse
 
 
@@ -191,9 +194,11 @@ def _blank_kernel(
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 @functools.cache
 def _processors(device: torch.device) -> int:
+    if device.type == "cpu":  # launches are recorded, not made
+        return 132
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -151,7 +151,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
         tiles.queries,
         q.device,
     )
-    _launch(
+    run(
         forward_kernel,
         (table.shape[0] * call.heads,),
         *(q, k, v, out, lse, table, call.q_offsets, call.k_offsets),
@@ -223,7 +223,7 @@ class _Backward:
         strides = self.dout.stride()[:-1]
         self.do_strides = strides if self.broadcast else (0, *strides)
         block = max(16, 4096 // self.block_d)
-        _launch(
+        run(
             backward_kernels.prepare_kernel,
             (triton.cdiv(self.rows, block), call.heads),
             *(out.contiguous(), self.dout, lse.contiguous()),
@@ -269,7 +269,7 @@ class _Backward:
         call = self.call
         tiles = self._fitted(keys_tiles(self.block_d), "keys")
         table = self._table("key_tiles", tiles.keys)
-        _launch(
+        run(
             backward_kernels.keys_kernel,
             (table.shape[0] * call.kv_heads,),
             *self._inputs,
@@ -287,7 +287,7 @@ class _Backward:
         call = self.call
         tiles = self._fitted(queries_tiles(self.block_d, mean_queries(call, self.q)), "queries")
         table = self._table("query_tiles", tiles.queries)
-        _launch(
+        run(
             backward_kernels.queries_kernel,
             (table.shape[0] * call.heads,),
             *self._inputs,
@@ -306,7 +306,7 @@ class _Backward:
         blocks = triton.cdiv(self.q.shape[0], tiles.queries)
         segments = self._segments(call.heads * blocks)
         partial = self._partial(segments)
-        _launch(
+        run(
             backward_kernels.partial_queries_kernel,
             (call.heads, blocks, segments.workers),
             *self._inputs,
@@ -326,7 +326,7 @@ class _Backward:
         partial = self._partial(segments)
         constants = _constants(call, tiles, self.block_d)
         del constants["GROUP"]
-        _launch(
+        run(
             backward_kernels.shared_queries_kernel,
             (call.heads, segments.workers),
             *self._inputs,
@@ -349,7 +349,7 @@ class _Backward:
 
     def _sum(self, partial: Tensor) -> None:
         size = self.dq.numel()
-        _launch(
+        run(
             backward_kernels.sum_kernel,
             (triton.cdiv(size, 256),),
             *(partial, self.dq, self.call.scale, partial.shape[0], size),
@@ -406,7 +406,8 @@ def recorded() -> Iterator[list[tuple]]:
 _record: list[tuple] | None = None
 
 
-def _launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
+def run(kernel, grid: tuple[int, ...], *args, **options) -> None:
+    """Launches a kernel on its tensors' device; an empty grid does nothing."""
     if _record is not None:
         _record.append((kernel, args, options))
         return

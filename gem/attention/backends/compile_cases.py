@@ -1,4 +1,4 @@
-"""The Triton kernels as representative calls launch them, for `python -m bench.compile`."""
+"""The kernels as representative calls launch them, for `python -m bench.compile`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gem.attention import JaggedLayout
-from gem.attention.backends import Call, triton_
+from gem.attention.backends import Call, tlx_, triton_
 
 _TYPES = {
     torch.bfloat16: "*bf16",
@@ -61,6 +62,7 @@ def _cases(
     with triton_.recorded() as launches:
         out, lse = triton_.forward(call, q, kv, kv)
         triton_.backward(call, torch.empty_like(out), None, q, kv, kv, out, lse)
+        tlx_.forward(call, q, kv, kv)
     for kernel, args, options in launches:
         yield f"{name}_{kernel.__name__}", kernel, *_signature(kernel, args, options)
 
@@ -75,6 +77,9 @@ def _signature(
     for name, value in given.items():
         if isinstance(value, Tensor):
             signature[name] = f"{_TYPES[value.dtype]}:16"
+        elif isinstance(value, TensorDescriptor):
+            box = ", ".join(map(str, value.block_shape))
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype][1:]}[{box}]>"
         elif name not in kernel.arg_names:
             rest[name] = value
         elif value is None or kernel.params[kernel.arg_names.index(name)].is_constexpr:

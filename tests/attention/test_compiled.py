@@ -1,0 +1,70 @@
+"""What the compiler makes of the kernels for Hopper; needs no GPU, but the pinned ptxas."""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import triton
+
+from bench.compile import assembler, cases, report
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def compiled(name):
+    (case,) = cases(name)
+    return report(*case)
+
+
+def machine_code(ptx):
+    """(address, instruction) of the code for sm_90a."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        subprocess.run([assembler(90), "-arch=sm_90a", source, "-o", binary], check=True)
+        dump = [CUOBJDUMP, "-sass", binary]
+        text = subprocess.run(dump, check=True, capture_output=True, text=True).stdout
+    found = re.finditer(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)
+    return [(int(m[1], 16), m[2].strip()) for m in found]
+
+
+def product_loops(code):
+    """The innermost loops with matrix products, each a list of instructions."""
+    loops = []
+    for place, (address, instruction) in enumerate(code):
+        jump = re.search(r"BRA (0x[0-9a-f]+)", instruction)
+        # A wait that is tried again jumps back too, from the end of the code.
+        waits = any("SYNCS" in earlier for _, earlier in code[max(0, place - 2) : place])
+        if jump and int(jump[1], 16) < address and not waits:
+            loops.append((int(jump[1], 16), address))
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    bodies = [[i for at, i in code if begin <= at <= end] for begin, end in inner]
+    return [body for body in bodies if any("HGMMA" in i for i in body)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["broadcast_q64_d128", "broadcast_q192_d128", "broadcast_q256_d128", "causal_d128"],
+)
+def test_the_hopper_forward_neither_spills_nor_serializes_in_its_loops(name):
+    result = compiled(f"{name}_hopper_forward_kernel")
+    assert not [n for n in result.notices if re.search(r"C75\d\d|serialized", n)]
+    if name != "causal_d128":  # its table rows are spilled between tiles
+        assert result.spill_stores == result.spill_loads == 0
+    loops = product_loops(machine_code(result.asm["ptx"]))
+    # The rest of a tile and the last tile's, for each consumer; masked and not.
+    assert len(loops) >= 2
+    for loop in loops:
+        assert not [i for i in loop if re.search(r"\b(LDL|STL)\b", i)]
+    plain = [loop for loop in loops if not any("FSEL" in i for i in loop)]
+    assert plain, "no loop without a mask"
+
+
+@pytest.mark.parametrize("kernel", ["keys", "partial_queries", "shared_queries"])
+def test_triton_gradients_have_no_atomics_and_use_the_tensor_cores(kernel):
+    queries = 64 if kernel == "shared_queries" else 256
+    ptx = compiled(f"broadcast_q{queries}_d128_{kernel}_kernel").asm["ptx"]
+    assert not re.search(r"\b(red|atom)\.(global|async)", ptx)
+    assert "wgmma.mma_async" in ptx
