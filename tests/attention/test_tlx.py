@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 Shape = tlx_.Shape
 SHAPES = {
     64: [
-        Shape(1, 64, 4, 2, 232, ctas=2),
+        Shape(1, 64, 4, 2, 232),
         Shape(2, 64, 6, 2, 240),
         Shape(2, 64, 3, 1, 240, ping_pong=True),
         Shape(3, 64, 6, 2, 160),
