@@ -197,8 +197,14 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
-@functools.cache
 def _processors(device: torch.device) -> int:
-    if device.type == "cpu":  # launches are recorded, not made
-        return 132
+    if device.type == "cpu":  # launches are simulated, or recorded
+        from gem.attention.simulator import processors
+
+        return processors()
+    return _gpu_processors(device)
+
+
+@functools.cache
+def _gpu_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

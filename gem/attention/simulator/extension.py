@@ -1,0 +1,333 @@
+"""Operations of TLX (`triton.language.extra.tlx`) for the simulator, by their names there.
+
+Those that are generator functions are where a task may hand over to another.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import triton.language as tl
+
+from gem.attention.simulator import context, language
+from gem.attention.simulator.asynchronous import Accumulator, Copy, Product, Store, copy_access
+from gem.attention.simulator.clocks import Access
+from gem.attention.simulator.dtypes import item_bytes
+from gem.attention.simulator.errors import (
+    BarrierMisuse,
+    OutOfBounds,
+    UnsupportedOperation,
+)
+from gem.attention.simulator.global_memory import Descriptor
+from gem.attention.simulator.memory import Buffer, Buffers
+from gem.attention.simulator.sync import Barriers, MBarrier, NamedBarrier
+from gem.attention.simulator.values import Value, value
+
+
+def dtype_of(v):
+    dtype = v.dtype
+    return dtype.element_ty if isinstance(dtype, tl.pointer_type) else dtype
+
+
+def size_of(dtype):
+    return item_bytes(dtype)
+
+
+def async_task_replica_id():
+    if context.task.replica is None:
+        raise context.error(UnsupportedOperation, "async_task_replica_id outside of an async_task")
+    return context.task.replica
+
+
+def local_alloc(shape, dtype, num, storage=None, reuse=None, layout=None, _name="a buffer"):
+    if storage is not None and "smem" not in str(storage):
+        raise context.error(
+            UnsupportedOperation, f"{storage} does not exist on {context.cta.target.name}"
+        )
+    memory, num = context.cta.memory, int(num)
+    shape = tuple(int(n) for n in shape)
+    size = num * int(np.prod(shape)) * item_bytes(dtype)
+    if reuse is None:
+        offset = memory.allocate(size, _name)
+    elif isinstance(reuse, Buffers | Buffer):
+        whole = reuse.num * reuse.bytes_each if isinstance(reuse, Buffers) else reuse.bytes_whole
+        if size > whole:
+            raise context.error(
+                OutOfBounds, f"{_name} of {size} bytes reuses {reuse.name}, which has {whole}"
+            )
+        offset = reuse.offset
+    else:
+        raise context.error(UnsupportedOperation, f"reuse of a {type(reuse).__name__}")
+    return Buffers(memory, offset, num, shape, dtype, _name)
+
+
+def _buffer(x, what: str) -> Buffer:
+    if isinstance(x, Buffers) and x.num == 1:
+        return x[0]
+    if not isinstance(x, Buffer):
+        raise context.error(
+            UnsupportedOperation, f"{what} takes one buffer in shared memory, not {x!r}"
+        )
+    return x
+
+
+def local_view(local_allocated_buffers, buffer_idx):
+    return local_allocated_buffers[buffer_idx]
+
+
+def local_slice(buffer, offset, shape):
+    return _buffer(buffer, "local_slice").slice(offset, shape)
+
+
+def local_trans(input, dims=(1, 0)):
+    return _buffer(input, "local_trans").transposed(tuple(int(d) for d in dims))
+
+
+def local_reshape(src, shape):
+    return _buffer(src, "local_reshape").reinterpreted(src.dtype, shape)
+
+
+def local_reinterpret(src, dtype, shape=None):
+    return _buffer(src, "local_reinterpret").reinterpreted(dtype, shape)
+
+
+def _access(what: str) -> Access:
+    task = context.task
+    return Access(task.agent, task.clock, task.name, context.where(), what, False)
+
+
+def local_load(src, token=None, relaxed=False):
+    src = _buffer(src, "local_load")
+    src.read_by(_access("load"), context.task.clocks)
+    return Value(np.array(src.numbers()), src.dtype)
+
+
+def local_store(dst, src):
+    dst = _buffer(dst, "local_store")
+    if tuple(src.shape) != tuple(dst.shape) or src.dtype != dst.dtype:
+        raise context.error(
+            OutOfBounds, f"a store of {src!r} to {dst.dtype}{list(dst.shape)} ({dst.name})"
+        )
+    data = src.data
+    dst.write_by(_access("store"), context.task.clocks)
+    dst.put(data)
+
+
+def fence(scope):
+    if scope not in ("gpu", "sys", "async_shared"):
+        raise context.error(UnsupportedOperation, f"a fence of scope {scope!r}")
+    if scope == "async_shared":
+        context.task.fence()
+
+
+def fence_async_shared():
+    context.task.fence()
+
+
+def _barriers(num, count: int, threads: bool, name: str) -> Barriers:
+    cta, num = context.cta, int(num)
+    cta.memory.allocate(8 * num, name)
+    made = [MBarrier(f"{name}[{i}]", cta.agent(), count, threads) for i in range(num)]
+    cta.barriers += made
+    return Barriers(made, name)
+
+
+def alloc_barriers(num_barriers, arrive_count=1, _name="a barrier"):
+    return _barriers(num_barriers, int(arrive_count), False, _name)
+
+
+def alloc_warp_barrier(num_barriers, num_warps=1, num_arrivals=1, _name="a barrier"):
+    return _barriers(num_barriers, 32 * int(num_warps) * int(num_arrivals), True, _name)
+
+
+def _barrier(bar, what: str) -> MBarrier:
+    if isinstance(bar, Barriers) and len(bar.barriers) == 1:
+        return bar[0]
+    if not isinstance(bar, MBarrier):
+        raise context.error(BarrierMisuse, f"{what} takes one mbarrier, not {bar!r}")
+    return bar
+
+
+def barrier_expect_bytes(bar, size, pred=None):
+    if pred is None or bool(pred):
+        _barrier(bar, "barrier_expect_bytes").expect(context.task, int(size))
+    if context.cta.policy.switch():
+        yield
+
+
+def barrier_arrive(bar, arrive_count=1, remote_cta_rank=None, pred=None):
+    if remote_cta_rank is not None:
+        raise context.error(UnsupportedOperation, "arrivals at another CTA's barrier")
+    if pred is None or bool(pred):
+        bar, task = _barrier(bar, "barrier_arrive"), context.task
+        bar.arrive(task, int(arrive_count) * (task.threads if bar.threads else 1))
+    if context.cta.policy.switch():
+        yield
+
+
+def barrier_wait(bar, phase, pred=None):
+    if pred is not None and not bool(pred):
+        return
+    bar, parity, task = _barrier(bar, "barrier_wait"), int(phase), context.task
+    if parity not in (0, 1):
+        raise context.error(BarrierMisuse, f"a wait for phase {parity} of {bar.name}, not 0 or 1")
+    if context.cta.policy.switch():
+        yield
+    while not bar.passed(parity):
+        task.blocked = bar, parity
+        yield
+    task.blocked = None
+    bar.give(task)
+
+
+def _named(number) -> NamedBarrier:
+    number, cta = int(number), context.cta
+    if not 0 <= number < cta.target.named_barriers:
+        raise context.error(
+            BarrierMisuse, f"named barrier {number}; ids are 0 to {cta.target.named_barriers - 1}"
+        )
+    return cta.named.setdefault(number, NamedBarrier(number))
+
+
+def named_barrier_wait(bar, arrive_count):
+    bar, task = _named(bar), context.task
+    if context.cta.policy.switch():
+        yield
+    turn = bar.turn
+    bar.arrive(task, int(arrive_count))
+    while bar.turn == turn:
+        task.blocked = bar, turn
+        yield
+    task.blocked = None
+    bar.give(task)
+
+
+def named_barrier_arrive(bar, arrive_count):
+    _named(bar).arrive(context.task, int(arrive_count))
+    if context.cta.policy.switch():
+        yield
+
+
+def _box(desc, buffer, what: str) -> Buffer:
+    if not isinstance(desc, Descriptor):
+        raise context.error(UnsupportedOperation, f"{what} takes a descriptor, not {desc!r}")
+    buffer = _buffer(buffer, what)
+    if buffer.bytes_whole != desc.bytes_of_box or buffer.dtype != desc.dtype:
+        raise context.error(
+            OutOfBounds,
+            f"{what} of a box {desc.block_shape} of {desc.dtype} and {buffer!r} of {buffer.dtype}",
+        )
+    return buffer
+
+
+def async_descriptor_load(
+    desc, result, offsets, barrier, pred=None, cache_modifier="", eviction_policy="",
+    multicast_targets=(), two_ctas=False,
+):  # fmt: skip
+    if multicast_targets or two_ctas:
+        raise context.error(UnsupportedOperation, "multicast and two-CTA copies")
+    if pred is None or bool(pred):
+        buffer, bar = _box(desc, result, "async_descriptor_load"), _barrier(barrier, "a copy")
+        task, place = context.task, context.where()
+        offsets = [int(x) for x in offsets]
+        desc.check(offsets, "copy")
+        access = copy_access(task, place, bar)
+        buffer.write_by(access, task.clocks)
+        context.cta.issue(Copy(task, place, desc, offsets, buffer, bar, access))
+    if context.cta.policy.switch():
+        yield
+
+
+def async_descriptor_store(desc, source, offsets, eviction_policy="", store_reduce=""):
+    buffer = _box(desc, source, "async_descriptor_store")
+    task, place = context.task, context.where()
+    offsets = [int(x) for x in offsets]
+    desc.check(offsets, "asynchronous store")
+    operation = Store(task, place, desc, offsets, buffer, store_reduce)
+    number = task.stores.issue(operation)
+    access = Access(task.stores.agent, number, task.name, place, "asynchronous store", True)
+    buffer.read_by(access, task.clocks, task.fences)
+    context.cta.issue(operation)
+    if context.cta.policy.switch():
+        yield
+
+
+def async_descriptor_store_wait(pendings):
+    context.task.stores.wait(context.task, int(pendings))
+    if context.cta.policy.switch():
+        yield
+
+
+def async_descriptor_prefetch_tensor(desc, offsets, **_):
+    """A hint."""
+
+
+def async_dot(
+    A, B, acc=None, use_acc=None, pred=None, mBarriers=(), two_ctas=False, force_async=False,
+    input_precision=None, out_dtype=tl.float32,
+):  # fmt: skip
+    task, place = context.task, context.where()
+    if two_ctas or mBarriers:
+        raise context.error(
+            UnsupportedOperation,
+            f"async_dot with mBarriers or two_ctas does not exist on {context.cta.target.name}",
+        )
+    B = _buffer(B, "async_dot")
+    if not isinstance(A, Value):
+        A = _buffer(A, "async_dot")
+    elif isinstance(A, Accumulator):
+        A = Value(A.data, A.dtype)
+    m, k = A.shape
+    n = B.shape[1]
+    if k != B.shape[0] or A.dtype != B.dtype or m < 64 or k < 16 or n < 32:
+        raise context.error(
+            UnsupportedOperation,
+            f"async_dot of {A.dtype}{list(A.shape)} and {B.dtype}{list(B.shape)}: M, K and N are at"
+            " least 64, 16 and 32, and types and K agree",
+        )
+    if acc is not None and (tuple(acc.shape) != (m, n) or acc.dtype != tl.float32):
+        raise context.error(UnsupportedOperation, f"async_dot of {m}x{n} added to {acc!r}")
+    result = Accumulator(place, task.products, (m, n))
+    if isinstance(acc, Value) and not isinstance(acc, Accumulator):
+        acc = Value(acc.data, acc.dtype)
+    operation = Product(task, place, A, B, acc, result)
+    number = result.number = task.products.issue(operation)
+    for operand in (A, B):
+        if isinstance(operand, Buffer):
+            access = Access(task.products.agent, number, task.name, place, "product", True)
+            operand.read_by(access, task.clocks, task.fences)
+    context.cta.counts.products += 1
+    context.cta.issue(operation)
+    if context.cta.policy.switch():
+        yield
+    return result
+
+
+def async_dot_wait(pendings, inp):
+    task = context.task
+    task.products.wait(task, int(pendings))
+    if context.cta.policy.switch():
+        yield
+    if isinstance(inp, tuple | list):
+        return type(inp)(_settled(x) for x in inp)
+    return _settled(inp)
+
+
+def _settled(x):
+    if isinstance(x, Accumulator) and x.number <= x.lane.waited:
+        return Value(x.result, x.dtype)
+    return x
+
+
+def make_tensor_descriptor(desc_ptr, base, shape, strides, block_shape, padding_option="zero"):
+    made = language.make_tensor_descriptor(base, shape, strides, block_shape, padding_option)
+    if desc_ptr is not None:
+        desc_ptr.put(made)
+    return made
+
+
+def thread_id(axis):
+    raise context.error(UnsupportedOperation, "the simulator runs tasks, not single threads")
+
+
+def clock64():
+    return value(context.cta.counts.steps, tl.int64)

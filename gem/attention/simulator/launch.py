@@ -1,0 +1,240 @@
+"""Launches of kernels in the simulator."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gem.attention.simulator import context, frontend, global_memory, targets
+from gem.attention.simulator.memory import SharedMemory
+from gem.attention.simulator.scheduler import Cta, Policy
+from gem.attention.simulator.trace import Trace
+from gem.attention.simulator.values import value
+
+# Options of a launch that are not arguments of the kernel.
+_OPTIONS = {
+    "num_warps", "num_stages", "num_ctas", "ctas_per_cga", "maxnreg", "enable_fp_fusion", "warmup",
+    "debug", "minRegAutoWS", "maxRegAutoWS", "pingpongAutoWS", "ir_override",
+}  # fmt: skip
+STEP_LIMIT = 10_000_000
+
+
+@dataclasses.dataclass
+class Counts:
+    """What a run did.
+
+    Attributes:
+        launches, programs: kernels launched, CTAs run.
+        products: `async_dot`s, the tile steps of a kernel.
+        operations: asynchronous operations issued, products included.
+        steps, switches: times a task was resumed, and was another than before.
+        seconds: of wall time.
+    """
+
+    launches: int = 0
+    programs: int = 0
+    products: int = 0
+    operations: int = 0
+    steps: int = 0
+    switches: int = 0
+    seconds: float = 0.0
+
+    @property
+    def products_per_second(self) -> float:
+        """Simulated tile steps per second."""
+        return self.products / self.seconds if self.seconds else 0.0
+
+    def add(self, other: Counts) -> None:
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.programs} programs, {self.products} tile steps"
+            f" ({self.products_per_second:.0f} per second), {self.operations} asynchronous"
+            f" operations, {self.switches} switches, {self.seconds:.2f} s"
+        )
+
+
+class _Run:
+    """One launch: what its CTAs share."""
+
+    def __init__(self, grid, warps: int, target, policy, counts, trace, step_limit: int):
+        self.grid, self.warps, self.target, self.policy = grid, warps, target, policy
+        self.counts, self.trace = counts, trace
+        self.step_limit = counts.steps + step_limit
+
+
+def launch(
+    kernel: JITFunction,
+    grid: Sequence[int] | Callable,
+    args: Sequence,
+    keywords: dict[str, object],
+    *,
+    target: str = "sm_90",
+    seed: int = 0,
+    counts: Counts | None = None,
+    trace: Trace | None = None,
+    step_limit: int = STEP_LIMIT,
+) -> Counts:
+    """Runs a kernel once under one seed. Returns its counts; see `simulate`."""
+    counts = Counts() if counts is None else counts
+    options = {k: v for k, v in keywords.items() if k in _OPTIONS and k not in kernel.arg_names}
+    given = {k: v for k, v in keywords.items() if k not in options}
+    bound = inspect.signature(_python(kernel)).bind(*args, **given)
+    bound.apply_defaults()
+    if callable(grid):
+        grid = grid(bound.arguments)
+    grid = (*(int(n) for n in grid), 1, 1)[:3]
+    constant = {p.name for p in kernel.params if p.is_constexpr}
+    arguments = {k: x if k in constant else _argument(x, k) for k, x in bound.arguments.items()}
+    policy = Policy(seed)
+    run = _Run(
+        grid, int(options.get("num_warps") or 4), targets.target(target), policy, counts, trace,
+        step_limit,
+    )  # fmt: skip
+    function = frontend.compiled(kernel)
+    memory = SharedMemory(run.target.shared_bytes)
+    began = time.perf_counter()
+    programs = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
+    counts.launches += 1
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with np.errstate(all="ignore"):  # as on a GPU: infinities and NaN
+            for program in policy.order(programs):
+                counts.programs += 1
+                Cta(run, program, memory).run(lambda: _start(function, arguments))
+    finally:
+        torch.set_num_threads(threads)
+        counts.seconds += time.perf_counter() - began
+    return counts
+
+
+def _python(kernel):
+    function = kernel.fn
+    while hasattr(function, "fn"):
+        function = function.fn
+    return function
+
+
+def _start(function, arguments):
+    result = function.call(**arguments)
+    return result if function.switches else None
+
+
+def _argument(x, name: str):
+    """A kernel's argument as the simulator's value."""
+    if isinstance(x, torch.Tensor):
+        return global_memory.pointer(x, name)
+    if isinstance(x, TensorDescriptor):
+        return global_memory.descriptor(x, name)
+    if isinstance(x, bool | int | float):
+        return value(x)
+    if isinstance(x, tuple | list):
+        return tuple(_argument(y, f"{name}[{i}]") for i, y in enumerate(x))
+    return x
+
+
+def simulate(
+    kernel: JITFunction,
+    grid: Sequence[int] | Callable,
+    args: Sequence | dict[str, object],
+    *,
+    target: str = "sm_90",
+    seeds: Sequence[int] | int = 2,
+    trace: Trace | None = None,
+    step_limit: int = STEP_LIMIT,
+    **constants,
+) -> Counts:
+    """Runs a kernel on CPU tensors once per seed, and checks it.
+
+    Args:
+        kernel: decorated with `triton.jit`; it runs as it is.
+        grid: of a launch, or a function of the arguments.
+        args: the kernel's arguments in order, or by name; tensors on the CPU, TensorDescriptors of
+            such, numbers. What the kernel writes is in the tensors afterwards.
+        target: "sm_90".
+        seeds: the seeds, or how many (0, 1, ...). Seed 0 makes asynchronous operations take effect
+            as late as possible, seed 1 at once, the others at random times.
+        trace: filled with what happened, if given.
+        step_limit: of scheduler steps per run.
+        **constants: constexprs, and options such as num_warps.
+
+    Raises:
+        SimulationError: what is wrong with the kernel (its kinds are in `errors`).
+    """
+    positional = () if isinstance(args, dict) else args
+    keywords = {**(args if isinstance(args, dict) else {}), **constants}
+    counts = Counts()
+    for seed in range(seeds) if isinstance(seeds, int) else seeds:
+        launch(
+            kernel, grid, positional, keywords, target=target, seed=seed, counts=counts,
+            trace=trace, step_limit=step_limit,
+        )  # fmt: skip
+    return counts
+
+
+_processors = 132
+
+
+def processors() -> int:
+    """Multiprocessors of the simulated GPU, for launches that fill it (an H200's outside)."""
+    return _processors
+
+
+@contextlib.contextmanager
+def simulated(
+    target: str = "sm_90",
+    seed: int = 0,
+    kernels: Sequence[JITFunction] | None = None,
+    processors: int = 2,
+    trace: Trace | None = None,
+    step_limit: int = STEP_LIMIT,
+) -> Iterator[Counts]:
+    """Within it, `kernel[grid](...)` is simulated; yields the counts of all launches.
+
+    Args:
+        target, seed, trace, step_limit: as in `simulate`.
+        kernels: those that are simulated (default: all).
+        processors: multiprocessors of the simulated GPU; few make persistent kernels loop.
+
+    An autotuned kernel takes its first configuration.
+    """
+    global _processors
+    counts = Counts()
+    run, tune = JITFunction.run, Autotuner.run
+
+    def simulated_run(self, *args, grid, warmup=False, **keywords):
+        if kernels is not None and self not in kernels:
+            return run(self, *args, grid=grid, warmup=warmup, **keywords)
+        launch(
+            self, grid, args, keywords, target=target, seed=seed, counts=counts, trace=trace,
+            step_limit=step_limit,
+        )  # fmt: skip
+        return None
+
+    def first_config(self, *args, **keywords):
+        config = self.configs[0]
+        named = {**dict(zip(self.arg_names, args, strict=False)), **keywords}
+        if config.pre_hook is not None:
+            config.pre_hook({**named, **config.all_kwargs()})
+        return self.fn.run(*args, **{**keywords, **config.all_kwargs()})
+
+    before, _processors = _processors, processors
+    JITFunction.run, Autotuner.run = simulated_run, first_config
+    try:
+        yield counts
+    finally:
+        JITFunction.run, Autotuner.run = run, tune
+        _processors = before
+        context.cta = context.task = None

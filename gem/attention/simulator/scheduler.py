@@ -1,0 +1,285 @@
+"""Runs the tasks of a CTA as coroutines, in an order that a seed decides."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+
+import numpy as np
+
+from gem.attention.simulator import context
+from gem.attention.simulator.asynchronous import Lane, Operation
+from gem.attention.simulator.clocks import AGENTS, nothing
+from gem.attention.simulator.errors import (
+    Deadlock,
+    ResourceError,
+    SimulationError,
+    StepLimit,
+    UnwaitedResult,
+    WrongBytes,
+)
+from gem.attention.simulator.memory import SharedMemory
+from gem.attention.simulator.sync import MBarrier, NamedBarrier
+
+
+class Policy:
+    """Who runs next, and when asynchronous operations take effect.
+
+    Seed 0: every operation as late as possible, tasks in order, each as far as it comes. Seed 1:
+    every operation at once, tasks in reverse order. Others: at random, with a readiness to switch
+    and to delay that the seed draws too.
+    """
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self.early = seed == 1
+        self.random = random.Random(seed) if seed > 1 else None
+        if self.random is not None:
+            self.switching = self.random.choice((0.05, 0.3, 0.8))
+            self.finishing = self.random.choice((0.03, 0.2, 0.6))
+
+    def switch(self) -> bool:
+        """Whether the running task lets others run here."""
+        return self.random is not None and self.random.random() < self.switching
+
+    def task(self, ready: list[Task]) -> Task:
+        if self.random is not None:
+            return self.random.choice(ready)
+        return ready[-1 if self.early else 0]
+
+    def operation(self, pending: list[Operation], stuck: bool) -> int | None:
+        """The index of the operation that takes effect now, if one does."""
+        if self.random is None:
+            return 0 if stuck else None
+        if stuck or self.random.random() < self.finishing:
+            return self.random.randrange(len(pending))
+        return None
+
+    def order(self, programs: list) -> list:
+        """The CTAs of a grid in the order in which they run."""
+        programs = list(programs)
+        if self.early:
+            programs.reverse()
+        elif self.random is not None:
+            self.random.shuffle(programs)
+        return programs
+
+
+class Task:
+    """An async_task's replica, or the program outside of async_tasks.
+
+    Attributes:
+        name: with its replica.
+        threads: that run it.
+        clocks, fences: what it knows to have happened, and which ordinary stores to be fenced.
+        products, stores, loads: its queues of asynchronous operations.
+        blocked: (barrier, parity or turn) that it waits for, or None.
+    """
+
+    def __init__(self, cta: Cta, name: str, replica: int | None, threads: int, parent=None):
+        self.cta, self.name, self.replica, self.threads = cta, name, replica, threads
+        self.agent = cta.agent()
+        self.clocks = nothing() if parent is None else parent.clocks.copy()
+        self.fences = nothing() if parent is None else parent.fences.copy()
+        self.clocks[self.agent] = 1
+        self.products, self.stores = Lane(cta.agent()), Lane(cta.agent())
+        self.blocked: tuple | None = None
+        self.coroutine: Generator | None = None
+
+    @property
+    def clock(self) -> int:
+        return int(self.clocks[self.agent])
+
+    def tick(self) -> None:
+        """What follows is not known to those who take over this task's knowledge now."""
+        self.clocks[self.agent] += 1
+
+    def know(self, other: Task) -> None:
+        """Takes over all that another task knows."""
+        np.maximum(self.clocks, other.clocks, out=self.clocks)
+        np.maximum(self.fences, other.fences, out=self.fences)
+
+    def fence(self) -> None:
+        np.maximum(self.fences, self.clocks, out=self.fences)
+        self.tick()
+
+    def ready(self) -> bool:
+        if self.blocked is None:
+            return True
+        what, state = self.blocked
+        if isinstance(what, MBarrier):
+            return what.passed(state)
+        if isinstance(what, NamedBarrier):
+            return what.turn > state
+        return all(task.coroutine is None for task in what)
+
+    def waits_for(self) -> str:
+        """What it waits for, for the report of a deadlock."""
+        what, state = self.blocked
+        place = context.short(suspended_at(self.coroutine))
+        if isinstance(what, MBarrier):
+            return (
+                f"{self.name} waits at {place} for {what.name} to end a phase of parity {state}:"
+                f" {what.state()}; {what.who_arrived()}"
+            )
+        if isinstance(what, NamedBarrier):
+            return (
+                f"{self.name} waits at {place} for named barrier {what.number}:"
+                f" {what.state()}; {what.who_arrived()}"
+            )
+        return f"{self.name} waits for its tasks"
+
+
+def suspended_at(coroutine) -> tuple[tuple[str, int], ...]:
+    """(file, line) of the kernel code where a coroutine is suspended, innermost first."""
+    places = []
+    while coroutine is not None and getattr(coroutine, "gi_frame", None) is not None:
+        file = coroutine.gi_frame.f_code.co_filename
+        if file in context.kernel_files:
+            places.append((file, coroutine.gi_frame.f_lineno))
+        coroutine = coroutine.gi_yieldfrom
+    return tuple(reversed(places))
+
+
+class Cta:
+    """A CTA: its memory, barriers, tasks and operations under way."""
+
+    def __init__(self, run, program: tuple[int, ...], memory: SharedMemory):
+        self.run_of, self.program, self.memory = run, program, memory
+        self.target, self.policy, self.counts = run.target, run.policy, run.counts
+        self.trace = run.trace
+        self._agents = 0
+        self.tasks: list[Task] = []
+        self.pending: list[Operation] = []
+        self.barriers: list[MBarrier] = []
+        self.named: dict[int, NamedBarrier] = {}
+        memory.reset()
+
+    def agent(self) -> int:
+        if self._agents == AGENTS:
+            raise context.error(ResourceError, f"more than {AGENTS} tasks and barriers")
+        self._agents += 1
+        return self._agents - 1
+
+    def issue(self, operation: Operation) -> None:
+        """Takes an operation over; it takes effect now or later."""
+        operation.issued = self.counts.steps
+        self.counts.operations += 1
+        if self.policy.early:
+            self._finish(operation)
+        else:
+            self.pending.append(operation)
+
+    def _finish(self, operation: Operation) -> None:
+        try:
+            for lane in (operation.task.products, operation.task.stores):
+                number = next((n for n, other in lane.open if other is operation), None)
+                if number is not None:
+                    lane.finish(number)
+            operation.take_effect()
+        except SimulationError as e:
+            e.task, e.where = operation.task.name, operation.where
+            raise
+        operation.ended = self.counts.steps
+        if self.trace is not None:
+            self.trace.operation(self, operation)
+
+    def run(self, start) -> None:
+        """Runs the program to its end; `start` makes its coroutine (or runs it outright)."""
+        main = Task(self, "the program", None, 32 * self.run_of.warps)
+        self.tasks = [main]
+        context.cta, context.task = self, main
+        try:
+            main.coroutine = start()
+            if main.coroutine is not None:
+                self._loop()
+            self._check_end(main)
+        except SimulationError as e:
+            e.cta, e.seed = self.program, self.policy.seed
+            raise
+        finally:
+            for task in self.tasks:
+                if task.coroutine is not None:
+                    task.coroutine.close()
+            context.cta = context.task = None
+
+    def _loop(self) -> None:
+        policy, counts, limit = self.policy, self.counts, self.run_of.step_limit
+        while True:
+            live = [task for task in self.tasks if task.coroutine is not None]
+            if not live:
+                return
+            ready = [task for task in live if task.ready()]
+            if self.pending:
+                self.pending = [x for x in self.pending if not x.done] or []
+            if self.pending:
+                at = policy.operation(self.pending, stuck=not ready)
+                if at is not None:
+                    operation = self.pending.pop(at)
+                    context.task = operation.task
+                    self._finish(operation)
+                    continue
+            if not ready:
+                self._deadlock(live)
+            task = policy.task(ready)
+            if task is not context.task:
+                counts.switches += 1
+            counts.steps += 1
+            if counts.steps > limit:
+                raise context.error(StepLimit, f"{limit} scheduler steps and no end.")
+            context.task = task
+            started = counts.steps
+            try:
+                next(task.coroutine)
+            except StopIteration:
+                task.coroutine = None
+            if self.trace is not None:
+                self.trace.slice(self, task, started)
+
+    def _deadlock(self, live: list[Task]) -> None:
+        waiting = [t for t in live if isinstance(t.blocked[0], MBarrier | NamedBarrier)]
+        context.task = waiting[0]
+        kind, first = Deadlock, waiting[0].blocked[0]
+        for task in waiting:
+            barrier = task.blocked[0]
+            if isinstance(barrier, MBarrier) and not barrier.pending and barrier.bytes > 0:
+                kind, context.task, first = WrongBytes, task, barrier
+        what = "; ".join(task.waits_for() for task in waiting)
+        if kind is WrongBytes:
+            what = (
+                f"{first.name} still expects {first.bytes} bytes and no copy is under way, so that"
+                f" nobody goes on: {what}"
+            )
+        else:
+            what = f"nobody goes on: {what}"
+        raise kind(what + ".", context.task.name, suspended_at(context.task.coroutine))
+
+    def _check_end(self, main: Task) -> None:
+        """What a CTA leaves behind."""
+        context.task = main
+        for operation in self.pending:
+            context.task = operation.task
+            self._finish(operation)
+        for task in self.tasks:
+            np.maximum(main.clocks, task.clocks, out=main.clocks)
+            for lane, name in ((task.products, "async_dot"), (task.stores, "asynchronous store")):
+                if lane.unwaited():
+                    raise UnwaitedResult(
+                        f"the task ends with {lane.unwaited()} {name} that it has not waited for;"
+                        " shared memory may be given to another CTA while it is read.",
+                        task.name,
+                    )
+        for barrier in self.barriers:
+            if barrier.bytes:
+                raise WrongBytes(
+                    f"{barrier.name} is left with {barrier.bytes} bytes outstanding in phase"
+                    f" {barrier.phase}.",
+                    "the program",
+                )
+            copy = barrier.last_copy
+            if copy is not None and main.clocks[barrier.agent] < copy[0]:
+                raise UnwaitedResult(
+                    f"nobody has waited for {copy[1]}, which completes on {barrier.name}.",
+                    copy[1].task,
+                    copy[1].where,
+                )

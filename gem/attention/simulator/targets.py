@@ -1,0 +1,38 @@
+"""What the simulated processors have."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Limits of one kind of GPU, per CTA where nothing else is said.
+
+    Attributes:
+        name: as in `simulate(target=...)`.
+        capability: compute capability, major * 10 + minor.
+        shared_bytes: shared memory that a CTA may use.
+        registers: of a multiprocessor.
+        threads: of a CTA.
+        named_barriers: ids 0 to this minus 1.
+        register_operand: whether a product's left operand may be in registers.
+    """
+
+    name: str
+    capability: int
+    shared_bytes: int = 227 * 1024
+    registers: int = 64 * 1024
+    threads: int = 1024
+    named_barriers: int = 16
+    register_operand: bool = True
+
+
+TARGETS = {"sm_90": Target("sm_90", 90)}
+
+
+def target(name: str) -> Target:
+    """The target of this name; ValueError where there is none."""
+    if name not in TARGETS:
+        raise ValueError(f"target is {name!r}; the simulator knows {', '.join(TARGETS)}")
+    return TARGETS[name]
