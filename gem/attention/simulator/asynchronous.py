@@ -39,6 +39,10 @@ class Operation:
         if not self.done:
             self.done = True
             self.effect()
+            cta = self.task.cta
+            self.ended = cta.counts.steps
+            if cta.trace is not None:
+                cta.trace.operation(cta, self)
 
     def effect(self) -> None:
         raise NotImplementedError

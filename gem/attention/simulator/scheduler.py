@@ -180,9 +180,6 @@ class Cta:
         except SimulationError as e:
             e.task, e.where = operation.task.name, operation.where
             raise
-        operation.ended = self.counts.steps
-        if self.trace is not None:
-            self.trace.operation(self, operation)
 
     def run(self, start) -> None:
         """Runs the program to its end; `start` makes its coroutine (or runs it outright)."""

@@ -1,0 +1,76 @@
+"""Our forward kernel for Hopper, unmodified, in the simulator."""
+
+import random
+
+import pytest
+import torch
+
+from gem.attention.backends import tlx_
+from gem.attention.simulator import Counts
+from tests.attention.simulator.helpers import launched, problem_of, wrong
+
+Shape = tlx_.Shape
+SHAPES = {
+    64: [
+        Shape(1, 64, 3, 2, 232),
+        Shape(2, 64, 3, 1, 240, ping_pong=True),
+        Shape(3, 64, 4, 2, 160),
+        Shape(2, 128, 3, 2, 240),
+        Shape(2, 64, 2, 2, 240, p_wide=True),
+    ],
+    128: [
+        Shape(1, 64, 3, 2, 232, p_wide=True),
+        Shape(2, 64, 2, 1, 240, ping_pong=True),
+        Shape(2, 128, 2, 2, 240),
+        Shape(3, 64, 3, 1, 160),
+        Shape(2, 128, 2, 1, 240, ping_pong=True),
+    ],
+}
+
+
+def run(layouts, seeds, capsys):
+    """So many random layouts, each under so many seeds; prints what was simulated."""
+    total = Counts()
+    for number in range(layouts):
+        rng = random.Random(number)
+        problem = problem_of(rng)
+        shape = rng.choice(SHAPES[64 if problem.q.shape[2] <= 64 else 128])
+        p_shared = rng.random() < 0.2 and shape.keys == 64
+        if p_shared:
+            shape = Shape(shape.consumers, 64, 2, 1, shape.registers, ping_pong=shape.ping_pong)
+        for seed in range(seeds):
+            out, lse, counts = launched(problem, shape, seed, p_shared=p_shared)
+            total.add(counts)
+            assert not wrong(problem, out, lse), (number, seed, shape, wrong(problem, out, lse))
+    with capsys.disabled():
+        print(f"\nsimulated: {layouts} layouts x {seeds} seeds, {total}")
+
+
+def test_random_layouts_agree_with_the_reference(capsys):
+    run(24, 3, capsys)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_many_layouts_under_many_seeds(capsys):
+    run(200, 20, capsys)
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(d, s) for d, x in SHAPES.items() for s in x], ids=str)
+def test_every_shape(dim, shape):
+    rng = random.Random(str(shape))
+    problem = problem_of(rng, dim=dim)
+    outs = []
+    for seed in (0, 1, 5):
+        out, lse, _ = launched(problem, shape, seed)
+        assert not wrong(problem, out, lse)
+        outs.append((out, lse))
+    for out, lse in outs[1:]:  # the order of tasks does not reach the numbers
+        assert torch.equal(out, outs[0][0]) and torch.equal(lse, outs[0][1])
+
+
+def test_samples_of_no_rows():
+    for lengths in ([0, 0], [0, 5, 0], [1]):
+        problem = problem_of(random.Random(3), q_lengths=lengths, k_lengths=lengths)
+        out, lse, _ = launched(problem, Shape(2, 64, 2, 1, 240), 0)
+        assert not wrong(problem, out, lse)
