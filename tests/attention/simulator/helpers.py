@@ -51,10 +51,13 @@ def problem_of(rng, dim=None, q_lengths=None, k_lengths=None):
     q_lengths = q_lengths or lengths(samples)
     if form == "cross" and k_lengths is None:
         k_lengths = lengths(len(q_lengths))
-    options |= rng.choice(
-        [{}, {"causal": True}, {"window": (rng.randint(0, 99), 0)},
-         {"window": (rng.randint(0, 60), rng.randint(0, 40))}]
-    )  # fmt: skip
+    masks = [
+        {},
+        {"causal": True},
+        {"window": (rng.randint(0, 99), 0)},
+        {"window": (rng.randint(0, 60), rng.randint(0, 40))},
+    ]
+    options |= rng.choice(masks)
     return random_problem(q_lengths, k_lengths, spare=rng.choice([0, 3]), **options)
 
 

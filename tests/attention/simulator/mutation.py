@@ -1,0 +1,174 @@
+"""Plants faults in copies of a kernel's source, one at a time."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A fault: the text between two offsets of the source replaced.
+
+    Attributes:
+        kind: of the fault.
+        line: in the source.
+        was, now: the text replaced, and what replaces it.
+        start, end: offsets.
+    """
+
+    kind: str
+    line: int
+    was: str
+    now: str
+    start: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"line {self.line}, {self.kind}: {self.was!r} -> {self.now!r}"
+
+    def source(self, source: str) -> str:
+        return source[: self.start] + self.now + source[self.end :]
+
+
+class _Planter(ast.NodeVisitor):
+    def __init__(self, source: str):
+        self.source, self.mutants = source, []
+        self.starts = [0]
+        for line in source.splitlines(keepends=True):
+            self.starts.append(self.starts[-1] + len(line))
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        return (
+            self.starts[node.lineno - 1] + node.col_offset,
+            self.starts[node.end_lineno - 1] + node.end_col_offset,
+        )
+
+    def text(self, node: ast.AST) -> str:
+        start, end = self.span(node)
+        return self.source[start:end]
+
+    def plant(self, kind: str, node: ast.AST, now: str) -> None:
+        start, end = self.span(node)
+        self.mutants.append(Mutant(kind, node.lineno, self.source[start:end], now, start, end))
+
+    def block(self, body: list[ast.stmt]) -> None:
+        """Releases that come before what they wait for."""
+        for before, after in zip(body, body[1:], strict=False):
+            if _called(after) == "barrier_arrive" and _called(before) == "async_dot_wait":
+                start, _ = self.span(before)
+                _, end = self.span(after)
+                gap = self.source[self.span(before)[1] : self.span(after)[0]]
+                swapped = self.text(after) + gap + self.text(before)
+                self.mutants.append(
+                    Mutant(
+                        "early release",
+                        before.lineno,
+                        self.source[start:end],
+                        swapped,
+                        start,
+                        end,
+                    )
+                )
+
+    def generic_visit(self, node: ast.AST) -> None:
+        for name in ("body", "orelse"):
+            if isinstance(getattr(node, name, None), list):
+                self.block(getattr(node, name))
+        super().generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        called = _called(node)
+        if called in DROPPED:
+            self.plant(f"no {called}", node, "pass")
+        if called == "barrier_arrive":
+            indent = " " * node.col_offset
+            self.plant("arrives twice", node, f"{self.text(node)}\n{indent}{self.text(node)}")
+        if called == "local_store":
+            self.plant("no local_store", node, "pass")
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        if _called(node) == "async_dot_wait":
+            self.plant("no async_dot_wait", node, "pass")
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called, args = _called(node), node.args
+        if called == "barrier_wait":
+            self.plant("phase flipped", args[1], f"({self.text(args[1])}) ^ 1")
+        elif called == "barrier_expect_bytes":
+            self.plant("half the bytes", args[1], f"{self.text(args[1])} // 2")
+            self.plant("twice the bytes", args[1], f"{self.text(args[1])} * 2")
+        elif called == "async_dot_wait":
+            self.plant("one product more in flight", args[0], f"{self.text(args[0])} + 1")
+        elif called == "local_alloc":
+            self.plant("one buffer less", args[2], f"{self.text(args[2])} - 1")
+        elif called in ("alloc_barriers", "alloc_warp_barrier"):
+            count = node.keywords[0].value if node.keywords else args[-1]
+            self.plant("one arrival more", count, f"{self.text(count)} + 1")
+            self.plant("one barrier less", args[0], f"{self.text(args[0])} - 1")
+        elif called in ("named_barrier_wait", "named_barrier_arrive"):
+            self.plant("half the threads", args[1], f"{self.text(args[1])} // 2")
+            self.plant("next named barrier", args[0], f"{self.text(args[0])} + 1")
+        elif called in ("async_descriptor_load", "async_descriptor_store"):
+            offsets = args[2]
+            a, b, c, d, e = (self.text(x) for x in offsets.elts)
+            self.plant("swapped offsets", offsets, f"[{a}, {d}, {c}, {b}, {e}]")
+            self.plant("swapped offsets", offsets, f"[{a}, {b}, {e}, {d}, {c}]")
+            self.plant("next row", offsets, f"[{a}, {b}, {c}, {d} + 1, {e}]")
+        elif called == "copy_rows":
+            self.plant("swapped offsets", args[5], self.text(args[6]))
+            self.plant("no end of the sample", args[4], f"{self.text(args[4])} + 9")
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        text = self.text(node)
+        if isinstance(node.op, ast.Mod) and "STAGES" in text:
+            self.plant("always the first buffer", node, f"({text}) * 0")
+        elif isinstance(node.op, ast.FloorDiv) and "STAGES" in text:
+            self.plant("phase of every step", node, self.text(node.left))
+        self.generic_visit(node)
+
+
+DROPPED = (
+    "barrier_wait", "barrier_arrive", "barrier_expect_bytes", "fence",
+    "async_descriptor_store_wait", "named_barrier_wait", "named_barrier_arrive",
+    "async_descriptor_load", "async_descriptor_store", "copy_rows", "store_rows",
+)  # fmt: skip
+
+
+def _called(node: ast.AST) -> str:
+    """The name of the function that a statement or expression calls."""
+    node = getattr(node, "value", node) if isinstance(node, ast.Expr | ast.Assign) else node
+    if not isinstance(node, ast.Call):
+        return ""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def mutants(source: str) -> list[Mutant]:
+    """Every fault that is known for this source, in its order."""
+    planter = _Planter(source)
+    planter.visit(ast.parse(source))
+    return sorted(planter.mutants, key=lambda m: (m.line, m.kind, m.now))
+
+
+def edited(source: str, kind: str, was: str, now: str) -> Mutant:
+    """A fault of one's own: text that occurs once, replaced."""
+    assert source.count(was) == 1, f"{was!r} occurs {source.count(was)} times"
+    start = source.index(was)
+    line = source.count("\n", 0, start) + 1
+    return Mutant(kind, line, was, now, start, start + len(was))
+
+
+def imported(source: str, path: Path):
+    """The module of a source written to a file."""
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
