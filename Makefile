@@ -1,5 +1,6 @@
 # make train [ARGS="key=value ..."]   set up .venv where needed, then train gem_small
 # make test  [ARGS="pytest options"]  the same set-up, then the tests
+# make test-full                      the long simulations of the kernels, which make test leaves out
 # make lint, make env, make venv      ruff; versions and what does not fit together; the set-up alone
 #
 # SET=cpu|gpu      the set of packages; without it gpu where an NVIDIA driver answers, else cpu
@@ -22,13 +23,16 @@ MOVIELENS := $(VENV)/.movielens-$(KEY)
 # The two groups that name a model; Hydra takes a group once.
 MODEL := $(if $(filter model=% experiment=%,$(ARGS)),,model=gem_small)
 
-.PHONY: train test lint env venv
+.PHONY: train test test-full lint env venv
 
 train: $(STAMP) $(if $(filter data=movielens,$(ARGS)),$(MOVIELENS))
 	$(BIN)/python train.py $(MODEL) $(ARGS)
 
 test: $(STAMP) $(MOVIELENS)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-full: $(STAMP)
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
