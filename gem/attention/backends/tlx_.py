@@ -21,6 +21,7 @@ from gem.attention.backends.tlx_common import fits_tma, ragged
 from gem.attention.backends.tlx_hopper_forward import hopper_forward_kernel
 
 backward = triton_.backward
+KEEP_Q_SHARE = 0.95  # of the multiprocessors must be at work
 
 
 def unsupported(call: Call) -> str | None:
@@ -47,6 +48,9 @@ class Shape:
         ping_pong: whether consumers issue their products in turns.
         p_wide: whether probabilities are carried to the next step in float32: more registers, but
             16-bit halves would have to be joined again.
+        late_wait: whether the wait for a product is kept behind the exponentials beside it.
+        keep_q: whether CTAs keep their queries from sample to sample, in broadcast attention where
+            at most a twentieth of the multiprocessors is left out by it.
     """
 
     consumers: int
@@ -56,6 +60,8 @@ class Shape:
     registers: int
     ping_pong: bool = False
     p_wide: bool = False
+    late_wait: bool = False
+    keep_q: bool = False
 
 
 def forward_shape(block_d: int, broadcast: bool, queries: float, keys: float) -> Shape:
@@ -115,11 +121,17 @@ def launch(
     )
     block_d = 64 if call.head_dim <= 64 else 128
     count, empty = tiles.table.shape[0], tiles.empty.shape[0]
+    ctas = min(count, _processors(q.device))
+    # Broadcast attention repeats the same queries and heads from sample to sample.
+    team = call.heads * triton.cdiv(q.shape[0], 64 * shape.consumers) if broadcast else 1
+    keep_q = shape.keep_q and broadcast and ctas // team * team >= KEEP_Q_SHARE * ctas
+    if keep_q:
+        ctas = ctas // team * team
     flat = out.view(-1, call.heads, call.head_dim)
     if count:
         triton_.run(
             hopper_forward_kernel,
-            (min(count, _processors(q.device)),),
+            (ctas,),
             ragged(q, 64, block_d),
             ragged(k, shape.keys, block_d),
             ragged(v, shape.keys, block_d),
@@ -137,6 +149,8 @@ def launch(
             HAS_RIGHT=call.right is not None,
             FLIPPED=call.scale < 0,
             CONSUMERS=shape.consumers,
+            TEAM=team if keep_q else 1,
+            KEEP_Q=keep_q,
             BLOCK_K=shape.keys,
             BLOCK_D=block_d,
             STAGES=shape.stages,
@@ -145,6 +159,7 @@ def launch(
             PING_PONG=shape.ping_pong,
             P_SHARED=p_shared,
             P_WIDE=shape.p_wide,
+            LATE_WAIT=shape.late_wait,
             num_warps=4,
             # Triton would ask for one register too many where there is one consumer.
             **({"maxnreg": 248} if shape.consumers == 1 else {}),

@@ -26,22 +26,27 @@ from gem.attention.backends.tlx_common import copy_rows, store_rows
 
 
 @triton.jit
-def _turns(tiles):
-    """How many tiles this CTA has."""
+def _place(turn, TEAM: tl.constexpr):
+    """This CTA's place in a turn: odd turns deal to the teams in reverse order."""
     cta = tl.program_id(0)
-    ctas = tl.num_programs(0)
-    full = tiles // ctas
-    place = tl.where(full % 2 == 0, cta, ctas - 1 - cta)
-    return full + (place < tiles - full * ctas).to(tl.int32)
+    last = tl.num_programs(0) // TEAM - 1
+    team = cta // TEAM
+    return tl.where(turn % 2 == 0, team, last - team) * TEAM + cta % TEAM
 
 
 @triton.jit
-def _row(TILES, turn, turns):
-    """The table's row of a turn; the last turn's after it. Odd turns deal in reverse order."""
-    cta = tl.program_id(0)
-    ctas = tl.num_programs(0)
+def _turns(tiles, TEAM: tl.constexpr):
+    """How many tiles this CTA has."""
+    full = tiles // tl.num_programs(0)
+    rest = tiles - full * tl.num_programs(0)
+    return full + (_place(full, TEAM) < rest).to(tl.int32)
+
+
+@triton.jit
+def _row(TILES, turn, turns, TEAM: tl.constexpr):
+    """The table's row of a turn; the last turn's after it."""
     turn = tl.minimum(turn, turns - 1)
-    return TILES + (turn * ctas + tl.where(turn % 2 == 0, cta, ctas - 1 - cta)) * 8
+    return TILES + (turn * tl.num_programs(0) + _place(turn, TEAM)) * 8
 
 
 @triton.jit
@@ -151,9 +156,14 @@ def _step(
     PING_PONG: tl.constexpr,
     P_SHARED: tl.constexpr,
     P_WIDE: tl.constexpr,
+    LATE_WAIT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Scores of a block and, meanwhile, the output of the block before, whose probabilities p has.
+
+    The assembler moves the wait for the output up to where it waits for something anyway, which is
+    before all exponentials: they would no longer run beside the product. LATE_WAIT stops it with a
+    branch, that of a wait for a barrier.
 
     Returns (weights, out0, out1, top, total, shrink); the output is that of before, not yet shrunk.
     """
@@ -175,6 +185,8 @@ def _step(
         top, total, weights, shrink = _masked(s, seen, top, total, scale, WINDOW)
     else:
         top, total, weights, shrink = _full(s, top, total, scale, FLIPPED)
+    if LATE_WAIT:  # this barrier has been passed already
+        tlx.barrier_wait(v_full, v_phase)
     out0 = tlx.async_dot_wait(0, out0)
     if PIECES == 2:
         out1 = tlx.async_dot_wait(0, out1)
@@ -221,6 +233,7 @@ def _rest_of_tile(
     PING_PONG: tl.constexpr,
     P_SHARED: tl.constexpr,
     P_WIDE: tl.constexpr,
+    LATE_WAIT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """All steps of a tile but the first: those at an edge of the window masked, the others not."""
@@ -246,7 +259,8 @@ def _rest_of_tile(
                 p_tile, weights, out0, out1, top, total,
                 _seen(i, j, keys, queries, left, right, HAS_LEFT, HAS_RIGHT), scale, cid,
                 CONSUMERS, BLOCK_K, PIECES, True, True, FLIPPED, PING_PONG,
-            P_SHARED, P_WIDE, DTYPE,
+            P_SHARED, P_WIDE, LATE_WAIT,
+            DTYPE,
             )  # fmt: skip
             out0 = out0 * shrink[:, None]
             if PIECES == 2:
@@ -260,7 +274,8 @@ def _rest_of_tile(
             v_tiles[before], v_full[before], v_empty[before], ((count - 1) // STAGES) & 1,
             p_tile, weights, out0, out1, top, total, seen, scale, cid,
             CONSUMERS, BLOCK_K, PIECES, HAS_LEFT or HAS_RIGHT, False, FLIPPED, PING_PONG,
-            P_SHARED, P_WIDE, DTYPE,
+            P_SHARED, P_WIDE, LATE_WAIT,
+            DTYPE,
         )  # fmt: skip
         out0 = out0 * shrink[:, None]
         if PIECES == 2:
@@ -277,7 +292,8 @@ def _rest_of_tile(
                 p_tile, weights, out0, out1, top, total,
                 _seen(i, j, keys, queries, left, right, HAS_LEFT, HAS_RIGHT), scale, cid,
                 CONSUMERS, BLOCK_K, PIECES, True, True, FLIPPED, PING_PONG,
-            P_SHARED, P_WIDE, DTYPE,
+            P_SHARED, P_WIDE, LATE_WAIT,
+            DTYPE,
             )  # fmt: skip
             out0 = out0 * shrink[:, None]
             if PIECES == 2:
@@ -343,6 +359,8 @@ def hopper_forward_kernel(
     HAS_RIGHT: tl.constexpr,
     FLIPPED: tl.constexpr,
     CONSUMERS: tl.constexpr,
+    TEAM: tl.constexpr,
+    KEEP_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
@@ -351,10 +369,12 @@ def hopper_forward_kernel(
     PING_PONG: tl.constexpr,
     P_SHARED: tl.constexpr,
     P_WIDE: tl.constexpr,
+    LATE_WAIT: tl.constexpr,
 ):
     """out and lse of all tiles. `scale` holds log2(e) too; FLIPPED says that it is negative.
 
-    Grid: as many CTAs as run at once. Every tile sees a key.
+    Grid: as many CTAs as run at once, a multiple of TEAM. Every tile sees a key. With KEEP_Q every
+    TEAM-th tile has the same queries and head, which a CTA then keeps for its life.
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     WINDOW: tl.constexpr = HAS_LEFT or HAS_RIGHT
@@ -377,33 +397,34 @@ def hopper_forward_kernel(
     # Every thread arrives: a barrier with one arrival per warp group costs two more of its own.
     k_empty = tlx.alloc_warp_barrier(STAGES, 4, CONSUMERS)
     v_empty = tlx.alloc_warp_barrier(STAGES, 4, CONSUMERS)
-    turns = _turns(tiles)
+    turns = _turns(tiles, TEAM)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
             count = 0
-            row = _row(TILES, 0, turns)
+            row = _row(TILES, 0, turns, TEAM)
             k_first, keys, begin, end = _keys(row, WINDOW)
             out_first, queries, first_i, head = _queries(row)
             for turn in tl.range(0, turns):
                 # Loaded one turn ahead: the table's latency would hold up a tile's first copy.
-                row = _row(TILES, turn + 1, turns)
+                row = _row(TILES, turn + 1, turns, TEAM)
                 n_k_first, n_keys, n_begin, n_end = _keys(row, WINDOW)
                 n_out_first, n_queries, n_first_i, n_head = _queries(row)
                 q_first = 0 if BROADCAST else out_first
                 qs = turn % Q_STAGES
-                tlx.barrier_wait(q_empty[qs], ((turn // Q_STAGES) & 1) ^ 1)
-                tlx.barrier_expect_bytes(q_full[qs], Q_BYTES)
-                for c in tl.static_range(CONSUMERS):
-                    copy_rows(
-                        desc_q,
-                        q_tiles[qs * CONSUMERS + c],
-                        q_full[qs],
-                        q_first,
-                        queries,
-                        first_i + 64 * c,
-                        head,
-                    )
+                if not KEEP_Q or turn == 0:
+                    tlx.barrier_wait(q_empty[qs], ((turn // Q_STAGES) & 1) ^ 1)
+                    tlx.barrier_expect_bytes(q_full[qs], Q_BYTES)
+                    for c in tl.static_range(CONSUMERS):
+                        copy_rows(
+                            desc_q,
+                            q_tiles[qs * CONSUMERS + c],
+                            q_full[qs],
+                            q_first,
+                            queries,
+                            first_i + 64 * c,
+                            head,
+                        )
                 blocks = (end - begin + BLOCK_K - 1) // BLOCK_K
                 for x in tl.range(0, blocks):
                     j = begin + (blocks - 1 - x) * BLOCK_K
@@ -425,9 +446,11 @@ def hopper_forward_kernel(
             columns = tl.arange(0, BLOCK_K)
             if PING_PONG and cid == CONSUMERS - 1:
                 tlx.named_barrier_arrive(9, 256)
-            row = _row(TILES, 0, turns)
+            row = _row(TILES, 0, turns, TEAM)
             k_first, keys, begin, end = _keys(row, WINDOW)
-            next_k_first, next_keys, next_begin, next_end = _keys(_row(TILES, 1, turns), WINDOW)
+            next_k_first, next_keys, next_begin, next_end = _keys(
+                _row(TILES, 1, turns, TEAM), WINDOW
+            )
             out_first, queries, first_i, head = _queries(row)
             i = first_i + cid * 64 + tl.arange(0, 64)
             blocks = (end - begin + BLOCK_K - 1) // BLOCK_K
@@ -457,14 +480,16 @@ def hopper_forward_kernel(
                     blocks,
                     keys, queries, left, right, scale, columns, first_i + cid * 64, cid, CONSUMERS,
                     BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, FLIPPED, PING_PONG,
-            P_SHARED, P_WIDE, DTYPE,
+            P_SHARED, P_WIDE, LATE_WAIT,
+            DTYPE,
                 )  # fmt: skip
                 # The next tile's first block, while this tile's last product runs.
-                tlx.barrier_arrive(q_empty[qs])
-                row = _row(TILES, turn, turns)
+                if not KEEP_Q:
+                    tlx.barrier_arrive(q_empty[qs])
+                row = _row(TILES, turn, turns, TEAM)
                 keys, begin, end = next_keys, next_begin, next_end
                 next_k_first, next_keys, next_begin, next_end = _keys(
-                    _row(TILES, turn + 1, turns), WINDOW
+                    _row(TILES, turn + 1, turns, TEAM), WINDOW
                 )
                 blocks = (end - begin + BLOCK_K - 1) // BLOCK_K
                 if WINDOW:
@@ -472,22 +497,24 @@ def hopper_forward_kernel(
                     i = first_i + cid * 64 + tl.arange(0, 64)
                 j = begin + (blocks - 1) * BLOCK_K + columns
                 seen = _seen(i, j, keys, queries, left, right, HAS_LEFT, HAS_RIGHT)
-                qs = turn % Q_STAGES
                 st = count % STAGES
                 before = (count - 1) % STAGES
-                tlx.barrier_wait(q_full[qs], (turn // Q_STAGES) & 1)
+                if not KEEP_Q:
+                    qs = turn % Q_STAGES
+                    tlx.barrier_wait(q_full[qs], (turn // Q_STAGES) & 1)
                 weights, out0, out1, new_top, new_total, shrink = _step(
                     q_tiles[qs * CONSUMERS + cid], k_tiles[st], k_full[st], k_empty[st],
                     (count // STAGES) & 1, v_tiles[before], v_full[before], v_empty[before],
                     ((count - 1) // STAGES) & 1, p_tiles[p_at], weights, out0, out1, nothing,
                     zero, seen,
                     scale, cid, CONSUMERS, BLOCK_K, PIECES, WINDOW, True, FLIPPED, PING_PONG,
-                    P_SHARED, P_WIDE, DTYPE,
+                    P_SHARED, P_WIDE, LATE_WAIT,
+            DTYPE,
                 )  # fmt: skip
                 count += 1
                 _finish(
                     out0, out1, top, total, desc_out, out_tiles[cid], LSE,
-                    _row(TILES, turn - 1, turns), 64 * cid, HEADS,
+                    _row(TILES, turn - 1, turns, TEAM), 64 * cid, HEADS,
                     PIECES, WINDOW,
                 )  # fmt: skip
                 top, total = new_top, new_total
@@ -499,7 +526,8 @@ def hopper_forward_kernel(
                     blocks, keys,
                 queries, left, right, scale, columns, first_i + cid * 64, cid, CONSUMERS,
                 BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, FLIPPED, PING_PONG,
-            P_SHARED, P_WIDE, DTYPE,
+            P_SHARED, P_WIDE, LATE_WAIT,
+            DTYPE,
             )  # fmt: skip
             before = (count - 1) % STAGES
             tlx.barrier_wait(v_full[before], ((count - 1) // STAGES) & 1)
@@ -509,7 +537,7 @@ def hopper_forward_kernel(
                 out1 = tlx.async_dot_wait(0, out1)
             _finish(
                 out0, out1, top, total, desc_out, out_tiles[cid], LSE,
-                _row(TILES, turns - 1, turns), 64 * cid, HEADS,
+                _row(TILES, turns - 1, turns, TEAM), 64 * cid, HEADS,
                 PIECES, WINDOW,
             )  # fmt: skip
             tlx.async_descriptor_store_wait(0)
