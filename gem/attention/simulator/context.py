@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 cta: Cta | None = None
 task: Task | None = None
 
-# File names whose frames are kernel code: filled by the front end.
-kernel_files: set[str] = set()
+# A global that code compiled by the front end has.
+MARK = "_sim_kernel"
 
 
 def where() -> tuple[tuple[str, int], ...]:
@@ -22,7 +22,7 @@ def where() -> tuple[tuple[str, int], ...]:
     places = []
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename in kernel_files:
+        if MARK in frame.f_globals:
             places.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
     return tuple(places)

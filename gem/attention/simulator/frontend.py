@@ -122,7 +122,7 @@ def _compile(python, entry: Compiled) -> None:
     closure = inspect.getclosurevars(python).nonlocals if python.__closure__ else {}
     names = {**python.__globals__, **closure}
     environment = {key: _simulated(x) for key, x in names.items()}
-    environment |= _BUILTINS | {"__name__": python.__module__}
+    environment |= _BUILTINS | {"__name__": python.__module__, context.MARK: True}
     definition = tree.body[0]
     definition.decorator_list = []
     arguments = definition.args
@@ -132,7 +132,6 @@ def _compile(python, entry: Compiled) -> None:
     rewriter = _Rewriter(environment, definition)
     definition.body = [y for x in definition.body for y in rewriter.statements(x)]
     ast.fix_missing_locations(tree)
-    context.kernel_files.add(file)
     exec(compile(tree, file, "exec"), environment)
     entry.call = environment[definition.name]
     entry.switches = inspect.isgeneratorfunction(entry.call)

@@ -134,9 +134,9 @@ def suspended_at(coroutine) -> tuple[tuple[str, int], ...]:
     """(file, line) of the kernel code where a coroutine is suspended, innermost first."""
     places = []
     while coroutine is not None and getattr(coroutine, "gi_frame", None) is not None:
-        file = coroutine.gi_frame.f_code.co_filename
-        if file in context.kernel_files:
-            places.append((file, coroutine.gi_frame.f_lineno))
+        frame = coroutine.gi_frame
+        if context.MARK in frame.f_globals:
+            places.append((frame.f_code.co_filename, frame.f_lineno))
         coroutine = coroutine.gi_yieldfrom
     return tuple(reversed(places))
 

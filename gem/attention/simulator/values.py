@@ -274,7 +274,7 @@ def _operand(x) -> bool:
     return isinstance(x, Value | int | float | np.number | np.bool_)
 
 
-_INT32, _FP32 = tl.int32, tl.float32
+_INT1, _INT32, _FP32 = tl.int1, tl.int32, tl.float32
 _FAST = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul}
 _FAST |= {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
 
@@ -282,10 +282,13 @@ _FAST |= {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
 def _fast(a, b, name: str):
     """The commonest cases without their general form's cost; None for others."""
     mine, other = type(a), type(b)
-    if mine is Value and a.dtype is _INT32:
-        x, y = a.data, b
-        if other is Value and b.dtype is _INT32:
-            y = b.data
+    x, y = a.data if mine is Value else a, b.data if other is Value else b
+    if mine is Value and a.base is not None:
+        return _moved(a, b, name, True) if other is Value or other is int else None
+    ints = (mine is int or (mine is Value and a.dtype is _INT32)) and (
+        other is int or (other is Value and b.dtype is _INT32)
+    )
+    if ints:
         if type(x) is int and type(y) is int:
             if name in _FAST:
                 result = _FAST[name](x, y)
@@ -295,12 +298,21 @@ def _fast(a, b, name: str):
                 result = x % y
             else:
                 return None
-            if -(2**31) <= result < 2**31 and -(2**31) <= y < 2**31:
+            if -(2**31) <= result < 2**31 and -(2**31) <= y < 2**31 and -(2**31) <= x < 2**31:
                 return Value(result, _INT32)
+        elif name in _FAST and _alike(x, y):
+            return Value(_FAST[name](x, y), _INT32)
     elif mine is Value and a.dtype is _FP32 and other is Value and b.dtype is _FP32:
-        if name in _FLOAT and len(a.shape) == len(b.shape):
-            return Value(_FLOAT[name](a.data, b.data), _FP32)
+        if name in _FLOAT and _alike(x, y):
+            return Value(_FLOAT[name](x, y), _FP32)
     return None
+
+
+def _alike(x, y) -> bool:
+    """Whether NumPy combines them as Triton does: shapes of one rank, or a scalar."""
+    one, other = getattr(x, "ndim", 0), getattr(y, "ndim", 0)
+    small = all(type(v) is not int or -(2**31) <= v < 2**31 for v in (x, y))
+    return (one == other or not one or not other) and small
 
 
 def _arithmetic(a, b, name: str):
@@ -354,7 +366,18 @@ _COMPARE = {
 }  # fmt: skip
 
 
+_ORDER = {
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+    "eq": operator.eq, "ne": operator.ne,
+}  # fmt: skip
+
+
 def _compare(a, b, name: str):
+    if type(a) is Value and a.dtype is _INT32:
+        if type(b) is int and type(a.data) is int:
+            return Value(_ORDER[name](a.data, b), _INT1)
+        if type(b) is Value and b.dtype is _INT32 and type(a.data) is type(b.data) is int:
+            return Value(_ORDER[name](a.data, b.data), _INT1)
     if not (_operand(a) and _operand(b)):
         return NotImplemented
     dtype = common(a, b)

@@ -1,5 +1,7 @@
 """Launches of our kernels in the simulator, on small random problems."""
 
+import dataclasses
+
 import torch
 
 from gem.attention.backends import Call, tlx_
@@ -59,6 +61,15 @@ def problem_of(rng, dim=None, q_lengths=None, k_lengths=None):
     ]
     options |= rng.choice(masks)
     return random_problem(q_lengths, k_lengths, spare=rng.choice([0, 3]), **options)
+
+
+# The switches of a shape.
+SWITCHES = [f.name for f in dataclasses.fields(tlx_.Shape) if f.default is False]
+
+
+def with_all(shape, switches=SWITCHES):
+    """The shape with these switches on."""
+    return dataclasses.replace(shape, **dict.fromkeys(switches, True))
 
 
 def launched(problem, shape, seed, processors=2, trace=None, **options):

@@ -7,25 +7,31 @@ import torch
 
 from gem.attention.backends import tlx_
 from gem.attention.simulator import Counts
-from tests.attention.simulator.helpers import launched, problem_of, wrong
+from tests.attention.simulator.helpers import SWITCHES, launched, problem_of, with_all, wrong
 
 Shape = tlx_.Shape
 SHAPES = {
     64: [
         Shape(1, 64, 3, 2, 232),
-        Shape(2, 64, 3, 1, 240, ping_pong=True),
+        Shape(2, 64, 3, 1, 240),
         Shape(3, 64, 4, 2, 160),
         Shape(2, 128, 3, 2, 240),
-        Shape(2, 64, 2, 2, 240, p_wide=True),
+        with_all(Shape(2, 64, 2, 2, 240)),
     ],
     128: [
-        Shape(1, 64, 3, 2, 232, p_wide=True),
-        Shape(2, 64, 2, 1, 240, ping_pong=True),
+        Shape(1, 64, 3, 2, 232),
+        with_all(Shape(2, 64, 2, 1, 240)),
         Shape(2, 128, 2, 2, 240),
         Shape(3, 64, 3, 1, 160),
         Shape(2, 128, 2, 1, 240, ping_pong=True),
     ],
 }
+
+
+def switches(rng, shape):
+    """Some of a shape's switches; a single consumer has nobody to take turns with."""
+    drawn = [x for x in SWITCHES if rng.random() < 0.3]
+    return [x for x in drawn if x != "ping_pong" or shape.consumers > 1]
 
 
 def run(layouts, seeds, capsys):
@@ -37,9 +43,11 @@ def run(layouts, seeds, capsys):
         shape = rng.choice(SHAPES[64 if problem.q.shape[2] <= 64 else 128])
         p_shared = rng.random() < 0.2 and shape.keys == 64
         if p_shared:
-            shape = Shape(shape.consumers, 64, 2, 1, shape.registers, ping_pong=shape.ping_pong)
+            shape = Shape(shape.consumers, 64, 2, 1, shape.registers)
+        shape = with_all(shape, switches(rng, shape))
+        processors = rng.randint(1, 6)
         for seed in range(seeds):
-            out, lse, counts = launched(problem, shape, seed, p_shared=p_shared)
+            out, lse, counts = launched(problem, shape, seed, processors, p_shared=p_shared)
             total.add(counts)
             assert not wrong(problem, out, lse), (number, seed, shape, wrong(problem, out, lse))
     with capsys.disabled():
@@ -47,7 +55,7 @@ def run(layouts, seeds, capsys):
 
 
 def test_random_layouts_agree_with_the_reference(capsys):
-    run(24, 3, capsys)
+    run(60, 4, capsys)
 
 
 @pytest.mark.long

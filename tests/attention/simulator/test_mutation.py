@@ -9,20 +9,21 @@ import torch
 from gem.attention.backends import tlx_, tlx_common, tlx_hopper_forward
 from gem.attention.simulator import SimulationError
 from gem.attention.testing import random_problem
-from tests.attention.simulator.helpers import launched, wrong
+from tests.attention.simulator.helpers import launched, with_all, wrong
 from tests.attention.simulator.mutation import edited, imported, mutants
 
 Shape = tlx_.Shape
 KERNEL = Path(tlx_hopper_forward.__file__).read_text()
 COMMON = Path(tlx_common.__file__).read_text()
 
-# Launches that between them reach every line: (dim, shape, options of the problem and launch).
+# Launches that between them reach every line: (dim, shape, mask or queries, p_shared, processors).
 LAUNCHES = [
-    (128, Shape(2, 64, 2, 1, 240, ping_pong=True), {"window": (150, 20)}, False),
-    (64, Shape(2, 64, 3, 2, 240), {}, False),
-    (128, Shape(2, 64, 1, 1, 240), {}, True),
-    (64, Shape(3, 64, 2, 1, 160), {"causal": True}, True),
-    (64, Shape(2, 128, 2, 2, 240, ping_pong=True), {"causal": True}, False),
+    (128, with_all(Shape(2, 64, 2, 1, 240)), {"window": (150, 20)}, False, 2),
+    (64, Shape(2, 64, 3, 2, 240), {}, False, 2),
+    (128, Shape(2, 64, 1, 1, 240), {}, True, 2),
+    (64, Shape(3, 64, 2, 1, 160), {"causal": True}, True, 2),
+    (64, with_all(Shape(2, 128, 2, 2, 240)), {"causal": True}, False, 2),
+    (64, with_all(Shape(2, 64, 2, 1, 240)), {"queries": 130}, False, 4),
 ]
 SEEDS = (0, 1, 2, 3)
 
@@ -30,40 +31,53 @@ SEEDS = (0, 1, 2, 3)
 # Faults that change nothing, as text in their description, and why.
 HARMLESS = {
     "early release: 's = tlx.async_dot_wait(PIECES, s)\\n    tlx.barrier_arrive(k_empty)'": (
+        1,
         "before a block of keys is copied, the producer waits for the values of a block before to"
-        " be released, which consumers do after the product in question"
+        " be released, which consumers do after the product in question",
     ),
     "one product more in flight: '0' -> '0 + 1'": (
-        "the wait for the first half of the output has waited for all products"
+        2,
+        "the wait for the first half of the output has waited for all products",
+    ),
+    "no barrier_wait: 'tlx.barrier_wait(v_full, v_phase)'": (
+        1,
+        "it only keeps the compiler from moving what comes after it; the barrier has been passed",
     ),
 }
+
+
+def explained(missed):
+    """Whether every one is harmless, and none more often than is known."""
+    return all(harmless(m) for m in missed) and all(
+        sum(text in str(m) for m in missed) <= times for text, (times, _) in HARMLESS.items()
+    )
+
+
+def harmless(mutant):
+    """Why the fault changes nothing, or None."""
+    return next((why for text, (_, why) in HARMLESS.items() if text in str(mutant)), None)
 
 
 def problems():
     generator = torch.Generator().manual_seed(5)
     lengths = [260, 65, 0, 330, 130, 64]
-    return [
-        random_problem(
-            lengths,
-            lengths if options else lengths[::-1],
-            heads=2,
-            kv_heads=1,
-            dim=dim,
-            dtype=torch.bfloat16,
-            generator=generator,
-            **options,
-        )
-        for dim, _, options, _ in LAUNCHES
-    ]
+    made = []
+    for dim, _, options, _, _ in LAUNCHES:
+        masks = {k: v for k, v in options.items() if k != "queries"}
+        q_lengths = options.get("queries", lengths)
+        k_lengths = lengths if options else lengths[::-1]
+        options = {"heads": 2, "kv_heads": 1, "dim": dim, "dtype": torch.bfloat16}
+        made.append(random_problem(q_lengths, k_lengths, generator=generator, **options, **masks))
+    return made
 
 
 def caught(kernel, given, monkeypatch):
     """How the fault shows, or None."""
     monkeypatch.setattr(tlx_, "hopper_forward_kernel", kernel)
     for seed in SEEDS:
-        for problem, (_, shape, _, p_shared) in zip(given, LAUNCHES, strict=True):
+        for problem, (_, shape, _, p_shared, processors) in zip(given, LAUNCHES, strict=True):
             try:
-                out, lse, _ = launched(problem, shape, seed, p_shared=p_shared)
+                out, lse, _ = launched(problem, shape, seed, processors, p_shared=p_shared)
             except SimulationError as e:
                 return f"{type(e).__name__}: {e.what}"
             bad = wrong(problem, out, lse)
@@ -103,8 +117,7 @@ def run(chosen, tmp_path, monkeypatch, capsys):
         print(f"\nmutations: planted {len(chosen)}, caught {len(chosen) - len(missed)}")
         print("by: " + ", ".join(f"{kind} {n}" for kind, n in sorted(kinds.items())))
         for mutant in missed:
-            reason = next((why for text, why in HARMLESS.items() if text in str(mutant)), "why?")
-            print(f"missed: {mutant}: {reason}")
+            print(f"missed: {mutant}: {harmless(mutant) or 'why?'}")
     return missed
 
 
@@ -114,9 +127,9 @@ def test_without_a_fault_there_is_no_report(tmp_path, monkeypatch):
 
 
 def test_some_faults(tmp_path, monkeypatch, capsys):
-    """One of every eighth; the kinds differ as their order is by lines."""
-    missed = run(all_mutants()[3::9], tmp_path, monkeypatch, capsys)
-    assert not missed
+    """Every ninth, so that kinds differ."""
+    missed = run(all_mutants()[::9], tmp_path, monkeypatch, capsys)
+    assert explained(missed)
 
 
 @pytest.mark.long
@@ -125,4 +138,4 @@ def test_all_faults(tmp_path, monkeypatch, capsys):
     chosen = all_mutants()
     missed = run(chosen, tmp_path, monkeypatch, capsys)
     assert len(chosen) >= 40 and len(missed) <= 0.05 * len(chosen)
-    assert all(any(text in str(mutant) for text in HARMLESS) for mutant in missed)
+    assert explained(missed)
