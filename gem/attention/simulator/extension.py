@@ -9,6 +9,7 @@ import numpy as np
 import triton.language as tl
 
 from gem.attention.simulator import context, language
+from gem.attention.simulator.aliases import AliasedBuffers, AliasSpec, ReuseGroup
 from gem.attention.simulator.asynchronous import Accumulator, Copy, Product, Store, copy_access
 from gem.attention.simulator.clocks import Access
 from gem.attention.simulator.dtypes import item_bytes
@@ -38,11 +39,24 @@ def async_task_replica_id():
     return context.task.replica
 
 
-def local_alloc(shape, dtype, num, storage=None, reuse=None, layout=None, _name="a buffer"):
+def _check_storage(storage) -> None:
     if storage is not None and "smem" not in str(storage):
         raise context.error(
             UnsupportedOperation, f"{storage} does not exist on {context.cta.target.name}"
         )
+
+
+def storage_alias_spec(storage=None, buffer_size_bytes=None):
+    _check_storage(storage)
+    return AliasSpec(None if buffer_size_bytes is None else int(buffer_size_bytes))
+
+
+def reuse_group(*elements, group_type="shared", group_size=1):
+    return ReuseGroup(*elements, group_type=group_type, group_size=group_size)
+
+
+def local_alloc(shape, dtype, num, storage=None, reuse=None, layout=None, _name="a buffer"):
+    _check_storage(storage)
     memory, num = context.cta.memory, int(num)
     shape = tuple(int(n) for n in shape)
     size = num * int(np.prod(shape)) * item_bytes(dtype)
@@ -54,7 +68,11 @@ def local_alloc(shape, dtype, num, storage=None, reuse=None, layout=None, _name=
             raise context.error(
                 OutOfBounds, f"{_name} of {size} bytes reuses {reuse.name}, which has {whole}"
             )
-        offset = reuse.offset
+        offset = reuse.start(0) if isinstance(reuse, Buffers) else reuse.offset
+    elif isinstance(reuse, AliasSpec):
+        made = AliasedBuffers(memory, reuse, num, shape, dtype, _name)
+        reuse.users.append(made)
+        return made
     else:
         raise context.error(UnsupportedOperation, f"reuse of a {type(reuse).__name__}")
     return Buffers(memory, offset, num, shape, dtype, _name)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gem.attention.simulator import context, extension, language, tasks
+from gem.attention.simulator import context, copies, extension, language, tasks
 from gem.attention.simulator.errors import UnsupportedOperation
 from gem.attention.simulator.namespace import Namespace, operations
 from gem.attention.simulator.values import Value, value
@@ -34,7 +34,7 @@ ASYNC_TASKS, ASYNC_TASK = _Marker(), _Marker()
 TL_OPERATIONS = operations(language)
 TL = Namespace("tl", tl, TL_OPERATIONS)
 TL.math = Namespace("tl.math", tl.math, TL_OPERATIONS)
-TLX = Namespace("tlx", tlx, operations(extension))
+TLX = Namespace("tlx", tlx, operations(extension) | operations(copies))
 TLX.async_tasks, TLX.async_task = ASYNC_TASKS, ASYNC_TASK
 TRITON = Namespace(
     "triton", triton, {"language": TL, "cdiv": language.cdiv,

@@ -19,7 +19,7 @@ from gem.attention.simulator.errors import (
 )
 
 GRANULE = 16
-_ALIGNMENT = 128
+ALIGNMENT = 128
 
 
 class SharedMemory:
@@ -48,7 +48,7 @@ class SharedMemory:
 
     def allocate(self, size: int, name: str) -> int:
         """The offset of so many bytes more."""
-        start = -(-self.used // _ALIGNMENT) * _ALIGNMENT if size >= _ALIGNMENT else self.used
+        start = -(-self.used // ALIGNMENT) * ALIGNMENT if size >= ALIGNMENT else self.used
         self.allocations.append((name, size))
         if start + size > self.size:
             parts = ", ".join(f"{n} {s}" for n, s in self.allocations)
@@ -78,6 +78,10 @@ class Buffers:
         self.strides = contiguous(self.shape, item_bytes(dtype))
         self.bytes_each = int(np.prod(self.shape)) * item_bytes(dtype)
 
+    def start(self, index: int) -> int:
+        """The offset of a buffer."""
+        return self.offset + index * self.bytes_each
+
     def __getitem__(self, index) -> Buffer:
         index = int(index)
         if not 0 <= index < self.num:
@@ -85,7 +89,7 @@ class Buffers:
                 OutOfBounds, f"{self.name}[{index}], but {self.name} has {self.num} buffers"
             )
         return self.memory.buffer(
-            self.offset + index * self.bytes_each,
+            self.start(index),
             self.shape,
             self.strides,
             self.dtype,

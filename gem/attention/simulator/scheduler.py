@@ -83,6 +83,7 @@ class Task:
         self.fences = nothing() if parent is None else parent.fences.copy()
         self.clocks[self.agent] = 1
         self.products, self.stores = Lane(cta.agent()), Lane(cta.agent())
+        self.loads = Lane(cta.agent())  # by commit groups
         self.blocked: tuple | None = None
         self.coroutine: Generator | None = None
 
@@ -259,6 +260,7 @@ class Cta:
             self._finish(operation)
         for task in self.tasks:
             np.maximum(main.clocks, task.clocks, out=main.clocks)
+            # A multiprocessor keeps a CTA whose threads have copies by pointers under way.
             for lane, name in ((task.products, "async_dot"), (task.stores, "asynchronous store")):
                 if lane.unwaited():
                     raise UnwaitedResult(

@@ -27,6 +27,15 @@ def tutorial(request, monkeypatch):
     return importlib.import_module(f"{FOLDER}.{request.param}")
 
 
+@pytest.mark.parametrize("tutorial", ["hopper_gemm_pipelined", "hopper_gemm_ws"], indirect=True)
+@pytest.mark.parametrize("seed", range(4))
+def test_matrix_products(tutorial, seed):
+    a, b = torch.randn(200, 192).half(), torch.randn(192, 256).half()
+    with simulated(seed=seed):
+        out = tutorial.matmul(a, b)
+    torch.testing.assert_close(out.float(), a.float() @ b.float(), rtol=2e-3, atol=2e-2)
+
+
 @pytest.mark.parametrize("tutorial", NAMES, indirect=True)
 @pytest.mark.parametrize("seed", range(4))
 def test_flash_attention_forward(tutorial, seed):
