@@ -25,7 +25,7 @@ class Operation:
         task: that issued it.
         where: in the kernel's source.
         done: whether it has taken effect.
-        issued, ended: scheduler steps, for traces.
+        issued, ended: by the CTA's clock, for traces.
     """
 
     name = "operation"
@@ -40,7 +40,8 @@ class Operation:
             self.done = True
             self.effect()
             cta = self.task.cta
-            self.ended = cta.counts.steps
+            cta.clock += 1
+            self.ended = cta.clock
             if cta.trace is not None:
                 cta.trace.operation(cta, self)
 

@@ -143,12 +143,16 @@ def suspended_at(coroutine) -> tuple[tuple[str, int], ...]:
 
 
 class Cta:
-    """A CTA: its memory, barriers, tasks and operations under way."""
+    """A CTA: its memory, barriers, tasks and operations under way.
+
+    Attributes:
+        clock: of traces: it counts what the scheduler and the tasks do.
+    """
 
     def __init__(self, run, program: tuple[int, ...], memory: SharedMemory):
         self.run_of, self.program, self.memory = run, program, memory
         self.target, self.policy, self.counts = run.target, run.policy, run.counts
-        self.trace = run.trace
+        self.trace, self.clock = run.trace, 0
         self._agents = 0
         self.tasks: list[Task] = []
         self.pending: list[Operation] = []
@@ -164,7 +168,8 @@ class Cta:
 
     def issue(self, operation: Operation) -> None:
         """Takes an operation over; it takes effect now or later."""
-        operation.issued = self.counts.steps
+        self.clock += 1
+        operation.issued = self.clock
         self.counts.operations += 1
         if self.policy.early:
             self._finish(operation)
@@ -226,7 +231,8 @@ class Cta:
             if counts.steps > limit:
                 raise context.error(StepLimit, f"{limit} scheduler steps and no end.")
             context.task = task
-            started = counts.steps
+            self.clock += 1
+            started = self.clock
             try:
                 next(task.coroutine)
             except StopIteration:

@@ -104,6 +104,10 @@ class MBarrier(_Knowledge):
         self.pending = self.count
         self.coming[self.agent] = self.phase
         self.publish()
+        cta = context.cta
+        cta.clock += 1
+        if cta.trace is not None:
+            cta.trace.barrier(cta, self)
 
     def passed(self, parity: int) -> bool:
         """Whether a wait for the phase of this parity returns."""

@@ -9,25 +9,36 @@ from gem.attention.simulator import context
 
 
 class Trace:
-    """What tasks and asynchronous operations did, over scheduler steps (shown as microseconds).
+    """What tasks, barriers and asynchronous operations did, in the order in which they did it.
 
-    A process of the trace is a CTA of a run; a thread is a task, or its operations of one kind.
+    A process of the trace is a CTA of a run; a thread is a task, its operations of one kind, or a
+    barrier, whose phases it shows. Microseconds stand for what the scheduler and the tasks did, one
+    after another; they are no times.
     """
 
     def __init__(self):
         self.events: list[dict] = []
         self._known: dict[tuple, int] = {}
+        self._phases: dict[tuple, int] = {}
 
-    def slice(self, cta, task, step: int) -> None:
-        """A task ran for a step, and waits for something or not."""
+    def slice(self, cta, task, start: int) -> None:
+        """A task ran from start to now, and waits for something or not."""
         arguments = {}
         if task.blocked is not None and task.coroutine is not None:
             what = task.blocked[0]
-            arguments["waits"] = getattr(what, "name", None) or f"{type(what).__name__}"
             number = getattr(what, "number", None)
+            arguments["waits for"] = getattr(what, "name", "its tasks")
             if number is not None:
-                arguments["waits"] = f"named barrier {number}"
-        self._add(cta, task.name, "runs", step, 1, arguments)
+                arguments["waits for"] = f"named barrier {number}"
+        self._add(cta, task.name, "runs", start, max(cta.clock - start, 0.5), arguments)
+
+    def barrier(self, cta, barrier) -> None:
+        """A phase of a barrier ended."""
+        key = id(cta), barrier.name
+        start = self._phases.get(key, 0)
+        self._phases[key] = cta.clock
+        name = f"phase {barrier.phase - 1}"
+        self._add(cta, f"barrier {barrier.name}", name, start, cta.clock - start, {})
 
     def operation(self, cta, operation) -> None:
         """An operation took effect."""

@@ -27,6 +27,7 @@ def tutorial(request, monkeypatch):
     return importlib.import_module(f"{FOLDER}.{request.param}")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:triton")
 @pytest.mark.parametrize("tutorial", ["hopper_gemm_pipelined", "hopper_gemm_ws"], indirect=True)
 @pytest.mark.parametrize("seed", range(4))
 def test_matrix_products(tutorial, seed):
