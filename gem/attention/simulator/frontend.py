@@ -247,9 +247,9 @@ class _Rewriter(ast.NodeTransformer):
         self.count += 1
         name = f"_sim_task_{self.count}"
         own = sorted(_stored(node.body) & self.locals)
-        defaults = ", ".join(f"{x}=locals().get('{x}', _sim_missing)" for x in own)
-        code = f"def {name}({defaults}):\n    if False:\n        yield"
-        function = _located(ast.parse(code).body[0], node)
+        defaults = ", ".join(f"{x}=_sim_locals.get('{x}', _sim_missing)" for x in own)
+        code = f"_sim_locals = locals()\ndef {name}({defaults}):\n    if False:\n        yield"
+        taken, function = (_located(x, node) for x in ast.parse(code).body)
         for statement in node.body:
             function.body += self.statements(statement)
         spec = ast.parse(f"{self.specs}.append(_sim_spec({name}, {node.lineno}))").body[0]
@@ -257,7 +257,7 @@ class _Rewriter(ast.NodeTransformer):
         made = spec.value.args[0]
         made.args += call.args
         made.keywords += call.keywords
-        return [function, spec]
+        return [taken, function, spec]
 
 
 def _located(node: ast.AST, at: ast.AST) -> ast.AST:

@@ -269,19 +269,31 @@ def to_tensor(x):
 
 
 def _atomic(change):
+    def once(pointer, val, mask):
+        old = global_memory.load(pointer, mask, None)
+        global_memory.store(pointer, change(old, val), mask)
+        return old
+
     def apply(pointer, val, mask=None, **_):
         _check_pointer(pointer)
-        val = value(val).to(pointer.dtype.element_ty)
-        old = global_memory.load(pointer, None if mask is None else value(mask), None)
-        new = change(old, val)
-        global_memory.store(pointer, new, None if mask is None else value(mask))
-        return old
+        val, mask = value(val).to(pointer.dtype.element_ty), None if mask is None else value(mask)
+        places = pointer.data
+        if not isinstance(places, np.ndarray) or np.unique(places).size == places.size:
+            return once(pointer, val, mask)
+        # A place that several threads name gets them one after another.
+        vals = np.broadcast_to(val.data, places.shape)
+        masks = np.broadcast_to(True if mask is None else mask.data, places.shape)
+        old = np.zeros(places.shape, held(val.dtype))
+        for at in np.argwhere(masks):
+            at = tuple(at)
+            place = Value(int(places[at]), pointer.dtype, pointer.base)
+            old[at] = once(place, made(vals[at], val.dtype), None).data
+        return Value(old, val.dtype)
 
     apply.__module__ = __name__
     return apply
 
 
-# Of distinct places: one tensor of pointers has each at most once.
 atomic_add = _atomic(lambda old, x: old + x)
 atomic_max, atomic_min = _atomic(maximum), _atomic(minimum)
 atomic_and, atomic_or = _atomic(lambda old, x: old & x), _atomic(lambda old, x: old | x)

@@ -27,9 +27,9 @@ class Namespace:
         if key.startswith("__"):
             raise AttributeError(key)
         found = getattr(self._original, key, None)
-        if isinstance(found, tl.dtype) or (isinstance(found, type) and key != "tensor"):
-            return found
-        if isinstance(found, str | int | float):
+        plain = isinstance(found, tl.dtype | str | int | float)
+        if plain or (isinstance(found, type) and key != "tensor"):
+            self.__dict__[key] = found
             return found
         raise context.error(UnsupportedOperation, f"the simulator does not know {self._name}.{key}")
 

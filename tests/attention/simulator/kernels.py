@@ -163,8 +163,10 @@ def reduce_kernel(X, OUT, COUNTER, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     y = tl.trans(x).to(tl.bfloat16)
     tl.store(OUT + 2 * ROWS + i, tl.sum(y.to(tl.float32), 0))
     tl.store(OUT + 3 * ROWS + i, tl.sum(tl.math.exp2(tl.reshape(x, [ROWS, COLUMNS])), 1))
-    tl.atomic_add(COUNTER + i % 2 * 0, 0)
-    tl.atomic_add(COUNTER, tl.num_programs(0))
+    before = tl.atomic_add(COUNTER + i % 2, i, mask=i < ROWS - 2)
+    tl.store(OUT + 4 * ROWS + i, before.to(tl.float32))
+    tl.atomic_add(COUNTER + 2, tl.num_programs(0))
+    tl.atomic_max(COUNTER + 3 + i, i - 3)
 
 
 @triton.jit

@@ -49,15 +49,19 @@ def test_mixed_types_follow_tritons_rules():
 
 def test_reductions_shapes_and_atomics():
     x = torch.randn(16, 32)
-    out, counter = torch.full((4 * 16,), torch.nan), torch.zeros(1, dtype=torch.int32)
+    out, counter = torch.full((5 * 16,), torch.nan), torch.zeros(19, dtype=torch.int32)
     simulate(kernels.reduce_kernel, (3,), [x, out, counter], ROWS=16, COLUMNS=32, seeds=[0])
-    out = out.view(4, 16)
+    out = out.view(5, 16)
     torch.testing.assert_close(out[0, :-1], x.sum(1)[:-1])
     torch.testing.assert_close(out[1, :-1], x.amax(1)[:-1])
     assert out[:2, -1].isnan().all()
     torch.testing.assert_close(out[2], x.bfloat16().float().sum(1))
     torch.testing.assert_close(out[3], x.exp2().sum(1))
-    assert counter.item() == 9
+    # Even and odd numbers below 14, from three programs; each thread sees the sum before it.
+    assert counter[:3].tolist() == [3 * 42, 3 * 49, 9]
+    assert counter[3:].tolist() == [max(i - 3, 0) for i in range(16)]
+    sums = [2 * (42 if i % 2 == 0 else 49) + sum(range(i % 2, i, 2)) for i in range(14)]
+    assert out[4].tolist() == [*sums, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int32])
