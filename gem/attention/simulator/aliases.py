@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gem.attention.simulator import context
 from gem.attention.simulator.errors import OutOfBounds, ResourceError, UnsupportedOperation
-from gem.attention.simulator.memory import ALIGNMENT, Buffers, SharedMemory
+from gem.attention.simulator.memory import Buffers, SharedMemory
 
 
 class AliasedBuffers(Buffers):
@@ -32,8 +32,8 @@ class ReuseGroup:
 class AliasSpec:
     """Memory that several `local_alloc` share; without an overlap all begin at its start."""
 
-    def __init__(self, size: int | None):
-        self.size, self.users, self.overlap = size, [], None
+    def __init__(self, size: int | None, memory: SharedMemory):
+        self.size, self.memory, self.users, self.overlap = size, memory, [], None
 
     def set_buffer_overlap(self, overlap_def: ReuseGroup) -> None:
         if any(user.starts is not None for user in self.users):
@@ -75,7 +75,8 @@ class AliasSpec:
 def _laid_out(node, group: int) -> tuple[int, dict]:
     """(bytes of one index, {buffers: (offset in them, buffers per index)})."""
     if isinstance(node, Buffers):
-        return -(-node.bytes_each * group // ALIGNMENT) * ALIGNMENT, {node: (0, group)}
+        alignment = node.memory.alignment
+        return -(-node.bytes_each * group // alignment) * alignment, {node: (0, group)}
     total, found = 0, {}
     for element in node.elements:
         size, inner = _laid_out(element, group * node.size)

@@ -42,6 +42,10 @@ class UninitialisedRead(SimulationError):
     """A read of shared memory that nobody has written."""
 
 
+class OverwrittenRead(SimulationError):
+    """A read of tensor memory whose columns hold another allocation's numbers by now."""
+
+
 class Race(SimulationError):
     """Two accesses to the same memory, one a write, that no barrier orders."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import triton.language as tl
 
-from gem.attention.simulator import context, language
+from gem.attention.simulator import clusters, context, language, tcgen05
 from gem.attention.simulator.aliases import AliasedBuffers, AliasSpec, ReuseGroup
 from gem.attention.simulator.asynchronous import Accumulator, Copy, Product, Store, copy_access
 from gem.attention.simulator.clocks import Access
@@ -20,7 +20,15 @@ from gem.attention.simulator.errors import (
 )
 from gem.attention.simulator.global_memory import Descriptor
 from gem.attention.simulator.memory import Buffer, Buffers
+from gem.attention.simulator.remote import RemoteBarrier
 from gem.attention.simulator.sync import Barriers, MBarrier, NamedBarrier
+from gem.attention.simulator.tensor_memory import (
+    LANES,
+    AliasedTensorBuffers,
+    TensorBuffer,
+    TensorBuffers,
+    row_bytes,
+)
 from gem.attention.simulator.values import Value, value
 
 
@@ -39,16 +47,22 @@ def async_task_replica_id():
     return context.task.replica
 
 
-def _check_storage(storage) -> None:
-    if storage is not None and "smem" not in str(storage):
-        raise context.error(
-            UnsupportedOperation, f"{storage} does not exist on {context.cta.target.name}"
-        )
+def _memory(storage):
+    """(memory of this storage kind, whether it is tensor memory)."""
+    kind, cta = "smem" if storage is None else str(storage), context.cta
+    tensor = kind.endswith("tmem")
+    memory = cta.tensor if tensor else cta.memory
+    if memory is None or not kind.endswith("mem"):
+        raise context.error(UnsupportedOperation, f"{storage} does not exist on {cta.target.name}")
+    return memory, tensor
 
 
 def storage_alias_spec(storage=None, buffer_size_bytes=None):
-    _check_storage(storage)
-    return AliasSpec(None if buffer_size_bytes is None else int(buffer_size_bytes))
+    memory, tensor = _memory(storage)
+    size = None if buffer_size_bytes is None else int(buffer_size_bytes)
+    if tensor and size is not None:
+        size = -(-size // LANES)
+    return AliasSpec(size, memory)
 
 
 def reuse_group(*elements, group_type="shared", group_size=1):
@@ -56,26 +70,33 @@ def reuse_group(*elements, group_type="shared", group_size=1):
 
 
 def local_alloc(shape, dtype, num, storage=None, reuse=None, layout=None, _name="a buffer"):
-    _check_storage(storage)
-    memory, num = context.cta.memory, int(num)
-    shape = tuple(int(n) for n in shape)
-    size = num * int(np.prod(shape)) * item_bytes(dtype)
+    memory, tensor = _memory(storage)
+    shape, num = tuple(int(n) for n in shape), int(num)
+    if getattr(reuse, "memory", memory) is not memory:
+        raise context.error(UnsupportedOperation, f"{_name} reuses what is in another memory")
+    if isinstance(reuse, AliasSpec):
+        kind = AliasedTensorBuffers if tensor else AliasedBuffers
+        made = kind(memory, reuse, num, shape, dtype, _name)
+        reuse.users.append(made)
+        return made
+    made = (TensorBuffers if tensor else Buffers)(memory, 0, num, shape, dtype, _name)
+    size = num * made.bytes_each
     if reuse is None:
-        offset = memory.allocate(size, _name)
+        rows = {"rows": shape[0]} if tensor else {}
+        made.offset = memory.allocate(size, _name, **rows)
     elif isinstance(reuse, Buffers | Buffer):
-        whole = reuse.num * reuse.bytes_each if isinstance(reuse, Buffers) else reuse.bytes_whole
-        if size > whole:
+        if isinstance(reuse, Buffers):
+            made.offset, whole = reuse.start(0), reuse.num * reuse.bytes_each
+        else:
+            made.offset = reuse.offset
+            whole = row_bytes(reuse.shape, reuse.dtype) if tensor else reuse.bytes_whole
+        if size > whole or (tensor and shape[0] > reuse.shape[0]):
             raise context.error(
                 OutOfBounds, f"{_name} of {size} bytes reuses {reuse.name}, which has {whole}"
             )
-        offset = reuse.start(0) if isinstance(reuse, Buffers) else reuse.offset
-    elif isinstance(reuse, AliasSpec):
-        made = AliasedBuffers(memory, reuse, num, shape, dtype, _name)
-        reuse.users.append(made)
-        return made
     else:
         raise context.error(UnsupportedOperation, f"reuse of a {type(reuse).__name__}")
-    return Buffers(memory, offset, num, shape, dtype, _name)
+    return made
 
 
 def _buffer(x, what: str) -> Buffer:
@@ -173,10 +194,12 @@ def barrier_expect_bytes(bar, size, pred=None):
 
 
 def barrier_arrive(bar, arrive_count=1, remote_cta_rank=None, pred=None):
-    if remote_cta_rank is not None:
-        raise context.error(UnsupportedOperation, "arrivals at another CTA's barrier")
     if pred is None or bool(pred):
         bar, task = _barrier(bar, "barrier_arrive"), context.task
+        if remote_cta_rank is not None:
+            other = clusters.peer(remote_cta_rank)
+            clusters.alive(other, f"arrival at {bar.name}")
+            bar = yield from clusters.peer_barrier(bar, other)
         bar.arrive(task, int(arrive_count) * (task.threads if bar.threads else 1))
     if context.cta.policy.switch():
         yield
@@ -229,6 +252,8 @@ def _box(desc, buffer, what: str) -> Buffer:
     if not isinstance(desc, Descriptor):
         raise context.error(UnsupportedOperation, f"{what} takes a descriptor, not {desc!r}")
     buffer = _buffer(buffer, what)
+    if isinstance(buffer, TensorBuffer):
+        raise context.error(UnsupportedOperation, f"{what} of {buffer!r}, in tensor memory")
     if buffer.bytes_whole != desc.bytes_of_box or buffer.dtype != desc.dtype:
         raise context.error(
             OutOfBounds,
@@ -241,16 +266,20 @@ def async_descriptor_load(
     desc, result, offsets, barrier, pred=None, cache_modifier="", eviction_policy="",
     multicast_targets=(), two_ctas=False,
 ):  # fmt: skip
-    if multicast_targets or two_ctas:
-        raise context.error(UnsupportedOperation, "multicast and two-CTA copies")
     if pred is None or bool(pred):
-        buffer, bar = _box(desc, result, "async_descriptor_load"), _barrier(barrier, "a copy")
-        task, place = context.task, context.where()
+        buffer, task, cta = _box(desc, result, "async_descriptor_load"), context.task, context.cta
+        place, viewed = context.where(), isinstance(barrier, RemoteBarrier)
+        own = barrier.bar if viewed else _barrier(barrier, "a copy")
         offsets = [int(x) for x in offsets]
         desc.check(offsets, "copy")
-        access = copy_access(task, place, bar)
-        buffer.write_by(access, task.clocks)
-        context.cta.issue(Copy(task, place, desc, offsets, buffer, bar, access))
+        for other in [clusters.peer(rank) for rank in multicast_targets] or [cta]:
+            signalled = clusters.pair(other)[0] if two_ctas else barrier.other if viewed else other
+            bar = yield from clusters.peer_barrier(own, signalled)
+            clusters.alive(other, "multicast copy")
+            to = clusters.peer_buffer(buffer, other)
+            access = copy_access(task, place, bar)
+            to.write_by(access, task.clocks)
+            cta.issue(Copy(task, place, desc, offsets, to, bar, access))
     if context.cta.policy.switch():
         yield
 
@@ -284,6 +313,9 @@ def async_dot(
     input_precision=None, out_dtype=tl.float32,
 ):  # fmt: skip
     task, place = context.task, context.where()
+    if not context.cta.target.register_operand:
+        yield from tcgen05.dot(A, B, acc, use_acc, pred, mBarriers, two_ctas, force_async)
+        return None
     if two_ctas or mBarriers:
         raise context.error(
             UnsupportedOperation,
@@ -322,6 +354,12 @@ def async_dot(
 
 def async_dot_wait(pendings, inp):
     task = context.task
+    if not context.cta.target.register_operand:
+        raise context.error(
+            UnsupportedOperation,
+            f"async_dot_wait does not exist on {context.cta.target.name}: products complete on"
+            " mbarriers",
+        )
     task.products.wait(task, int(pendings))
     if context.cta.policy.switch():
         yield

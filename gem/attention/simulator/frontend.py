@@ -17,7 +17,16 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gem.attention.simulator import context, copies, extension, language, tasks
+from gem.attention.simulator import (
+    clc,
+    context,
+    copies,
+    extension,
+    language,
+    remote,
+    tasks,
+    tcgen05,
+)
 from gem.attention.simulator.errors import UnsupportedOperation
 from gem.attention.simulator.namespace import Namespace, operations
 from gem.attention.simulator.values import Value, value
@@ -34,7 +43,11 @@ ASYNC_TASKS, ASYNC_TASK = _Marker(), _Marker()
 TL_OPERATIONS = operations(language)
 TL = Namespace("tl", tl, TL_OPERATIONS)
 TL.math = Namespace("tl.math", tl.math, TL_OPERATIONS)
-TLX = Namespace("tlx", tlx, operations(extension) | operations(copies))
+TLX = Namespace(
+    "tlx", tlx,
+    {k: x for module in (extension, copies, remote, clc) for k, x in operations(module).items()},
+)  # fmt: skip
+TLX.tcgen05_commit = tcgen05.tcgen05_commit
 TLX.async_tasks, TLX.async_task = ASYNC_TASKS, ASYNC_TASK
 TRITON = Namespace(
     "triton", triton, {"language": TL, "cdiv": language.cdiv,

@@ -17,12 +17,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gem.attention.simulator import context, frontend, global_memory, targets
 from gem.attention.simulator.memory import SharedMemory
 from gem.attention.simulator.scheduler import Cta, Policy
+from gem.attention.simulator.tensor_memory import TensorMemory
 from gem.attention.simulator.trace import Trace
 from gem.attention.simulator.values import value
 
 # Options of a launch that are not arguments of the kernel.
 _OPTIONS = {
-    "num_warps", "num_stages", "num_ctas", "ctas_per_cga", "maxnreg", "enable_fp_fusion", "warmup",
+    "num_warps", "num_stages", "num_ctas", "ctas_per_cga", "cluster_dims", "maxnreg", "enable_fp_fusion", "warmup",
     "debug", "minRegAutoWS", "maxRegAutoWS", "pingpongAutoWS", "ir_override",
 }  # fmt: skip
 STEP_LIMIT = 10_000_000
@@ -34,6 +35,7 @@ class Counts:
 
     Attributes:
         launches, programs: kernels launched, CTAs run.
+        stolen: clusters that never started, as a running one took them over (CLC).
         products: `async_dot`s, the tile steps of a kernel.
         operations: asynchronous operations issued, products included.
         steps, switches: times a task was resumed, and was another than before.
@@ -42,6 +44,7 @@ class Counts:
 
     launches: int = 0
     programs: int = 0
+    stolen: int = 0
     products: int = 0
     operations: int = 0
     steps: int = 0
@@ -72,6 +75,7 @@ class _Run:
         self.grid, self.warps, self.target, self.policy = grid, warps, target, policy
         self.counts, self.trace = counts, trace
         self.step_limit = counts.steps + step_limit
+        self.waiting: list[tuple[int, int, int]] = []  # first CTAs of clusters not started
 
 
 def launch(
@@ -103,21 +107,50 @@ def launch(
         step_limit,
     )  # fmt: skip
     function = frontend.compiled(kernel)
-    memory = SharedMemory(run.target.shared_bytes)
+    dims = _cluster(grid, options)
+    members = _programs(*(range(d) for d in dims))
+    memories = [_memories(run.target) for _ in members]
     began = time.perf_counter()
-    programs = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
+    firsts = _programs(*(range(0, n, d) for n, d in zip(grid, dims, strict=True)))
     counts.launches += 1
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with np.errstate(all="ignore"):  # as on a GPU: infinities and NaN
-            for program in policy.order(programs):
-                counts.programs += 1
-                Cta(run, program, memory).run(lambda: _start(function, arguments))
+            run.waiting = policy.order(firsts)
+            while run.waiting:
+                at, first = run.waiting.pop(0), None
+                for member, memory in zip(members, memories, strict=True):
+                    program = tuple(a + m for a, m in zip(at, member, strict=True))
+                    cta = Cta(run, program, *memory, first)
+                    first = first or cta
+                counts.programs += len(members)
+                first.run(lambda: _start(function, arguments))
     finally:
         torch.set_num_threads(threads)
         counts.seconds += time.perf_counter() - began
     return counts
+
+
+def _cluster(grid, options) -> tuple[int, int, int]:
+    """CTAs of a cluster along each axis of the grid, which counts CTAs."""
+    dims = options.get("ctas_per_cga") or options.get("cluster_dims") or ()
+    dims = (*(int(n) for n in dims), 1, 1, 1)[:3]
+    if any(n % d for n, d in zip(grid, dims, strict=True)):
+        raise ValueError(f"grid is {grid}, which clusters of {dims} CTAs do not divide")
+    return dims
+
+
+def _programs(*axes) -> list[tuple[int, int, int]]:
+    """Ids along these ranges, the first axis fastest."""
+    x, y, z = axes
+    return [(i, j, k) for k in z for j in y for i in x]
+
+
+def _memories(target) -> tuple:
+    """(shared memory, tensor memory or None) of a CTA."""
+    columns = target.tensor_columns
+    return SharedMemory(target.shared_bytes), TensorMemory(columns) if columns else None
 
 
 def _python(kernel):
@@ -163,7 +196,7 @@ def simulate(
         grid: of a launch, or a function of the arguments.
         args: the kernel's arguments in order, or by name; tensors on the CPU, TensorDescriptors of
             such, numbers. What the kernel writes is in the tensors afterwards.
-        target: "sm_90".
+        target: "sm_90" (Hopper) or "sm_100" (Blackwell).
         seeds: the seeds, or how many (0, 1, ...). Seed 0 makes asynchronous operations take effect
             as late as possible, seed 1 at once, the others at random times.
         trace: filled with what happened, if given.

@@ -27,7 +27,14 @@ class SharedMemory:
 
     Both are indices: into `writes` (0: never written) and into `reads` (0: by nobody), whose
     entries are dicts from agent to its last read.
+
+    Attributes:
+        granule: bytes of a granule.
+        alignment: in bytes, of allocations.
+        poisoned: whether ordinary reads of what was never written give NaN, unreported.
     """
+
+    granule, alignment, poisoned = GRANULE, ALIGNMENT, False
 
     def __init__(self, size: int):
         self.size = size
@@ -88,13 +95,12 @@ class Buffers:
             raise context.error(
                 OutOfBounds, f"{self.name}[{index}], but {self.name} has {self.num} buffers"
             )
-        return self.memory.buffer(
-            self.start(index),
-            self.shape,
-            self.strides,
-            self.dtype,
-            f"{self.name}[{index}]",
-        )
+        return self.view(self.start(index), index)
+
+    def view(self, offset: int, index: int) -> Buffer:
+        """The buffer of this index, at an offset in memory."""
+        name = f"{self.name}[{index}]"
+        return self.memory.buffer(offset, self.shape, self.strides, self.dtype, name)
 
 
 def contiguous(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -185,7 +191,9 @@ class Buffer:
         for i in ids:
             last = memory.writes[i]
             if last is None:
-                never = int((written == 0).sum()) * GRANULE
+                if memory.poisoned and not access.asynchronous:
+                    continue
+                never = int((written == 0).sum()) * memory.granule
                 raise context.error(
                     UninitialisedRead,
                     f"the {access.what} reads {self!r}, of which {min(never, self.bytes_whole)} of"

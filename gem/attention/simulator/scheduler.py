@@ -55,6 +55,10 @@ class Policy:
             return self.random.randrange(len(pending))
         return None
 
+    def refuses(self) -> bool:
+        """Whether others were faster than a request for a CTA that has not started."""
+        return self.early or (self.random is not None and self.random.random() < 0.25)
+
     def order(self, programs: list) -> list:
         """The CTAs of a grid in the order in which they run."""
         programs = list(programs)
@@ -77,6 +81,8 @@ class Task:
     """
 
     def __init__(self, cta: Cta, name: str, replica: int | None, threads: int, parent=None):
+        if len(cta.cluster) > 1:
+            name += f" of CTA {cta.rank}"
         self.cta, self.name, self.replica, self.threads = cta, name, replica, threads
         self.agent = cta.agent()
         self.clocks = nothing() if parent is None else parent.clocks.copy()
@@ -108,11 +114,9 @@ class Task:
         if self.blocked is None:
             return True
         what, state = self.blocked
-        if isinstance(what, MBarrier):
-            return what.passed(state)
-        if isinstance(what, NamedBarrier):
-            return what.turn > state
-        return all(task.coroutine is None for task in what)
+        if isinstance(what, list):
+            return all(task.coroutine is None for task in what)
+        return what.passed(state)
 
     def waits_for(self) -> str:
         """What it waits for, for the report of a deadlock."""
@@ -128,7 +132,9 @@ class Task:
                 f"{self.name} waits at {place} for named barrier {what.number}:"
                 f" {what.state()}; {what.who_arrived()}"
             )
-        return f"{self.name} waits for its tasks"
+        if isinstance(what, list):
+            return f"{self.name} waits for its tasks"
+        return f"{self.name} waits at {place} for {what.state()}"
 
 
 def suspended_at(coroutine) -> tuple[tuple[str, int], ...]:
@@ -146,25 +152,46 @@ class Cta:
     """A CTA: its memory, barriers, tasks and operations under way.
 
     Attributes:
+        cluster, rank: the CTAs that run together, and its place among them. All of them share the
+            lists of tasks and operations of the first, which runs them.
+        main: its task outside of async_tasks.
+        tensor: tensor memory, or None.
         clock: of traces: it counts what the scheduler and the tasks do.
     """
 
-    def __init__(self, run, program: tuple[int, ...], memory: SharedMemory):
-        self.run_of, self.program, self.memory = run, program, memory
+    def __init__(self, run, program, memory: SharedMemory, tensor=None, first: Cta | None = None):
+        self.run_of, self.program, self.memory, self.tensor = run, program, memory, tensor
         self.target, self.policy, self.counts = run.target, run.policy, run.counts
-        self.trace, self.clock = run.trace, 0
+        self.trace, self._clock = run.trace, 0
+        self.cluster: list[Cta] = [] if first is None else first.cluster
+        self.rank = len(self.cluster)
+        self.cluster.append(self)
         self._agents = 0
-        self.tasks: list[Task] = []
-        self.pending: list[Operation] = []
+        self.tasks: list[Task] = [] if first is None else first.tasks
+        self.pending: list[Operation] = [] if first is None else first.pending
         self.barriers: list[MBarrier] = []
         self.named: dict[int, NamedBarrier] = {}
+        self.main: Task | None = None
+        self.cluster_barrier = None
+        self.refused = False  # a launch request of this cluster
         memory.reset()
+        if tensor is not None:
+            tensor.reset()
+
+    @property
+    def clock(self) -> int:
+        return self.cluster[0]._clock
+
+    @clock.setter
+    def clock(self, steps: int) -> None:
+        self.cluster[0]._clock = steps
 
     def agent(self) -> int:
-        if self._agents == AGENTS:
+        first = self.cluster[0]
+        if first._agents == AGENTS:
             raise context.error(ResourceError, f"more than {AGENTS} tasks and barriers")
-        self._agents += 1
-        return self._agents - 1
+        first._agents += 1
+        return first._agents - 1
 
     def issue(self, operation: Operation) -> None:
         """Takes an operation over; it takes effect now or later."""
@@ -177,6 +204,7 @@ class Cta:
             self.pending.append(operation)
 
     def _finish(self, operation: Operation) -> None:
+        context.cta = operation.task.cta
         try:
             for lane in (operation.task.products, operation.task.stores):
                 number = next((n for n, other in lane.open if other is operation), None)
@@ -186,19 +214,21 @@ class Cta:
         except SimulationError as e:
             e.task, e.where = operation.task.name, operation.where
             raise
+        context.cta = context.task.cta
 
     def run(self, start) -> None:
-        """Runs the program to its end; `start` makes its coroutine (or runs it outright)."""
-        main = Task(self, "the program", None, 32 * self.run_of.warps)
-        self.tasks = [main]
-        context.cta, context.task = self, main
+        """Runs its cluster to the end; `start` makes a coroutine (or runs a CTA outright)."""
         try:
-            main.coroutine = start()
-            if main.coroutine is not None:
-                self._loop()
-            self._check_end(main)
+            for cta in self.cluster:
+                cta.main = Task(cta, "the program", None, 32 * self.run_of.warps)
+                self.tasks.append(cta.main)
+            for cta in self.cluster:
+                context.cta, context.task = cta, cta.main
+                cta.main.coroutine = start()
+            self._loop()
+            self._check_end()
         except SimulationError as e:
-            e.cta, e.seed = self.program, self.policy.seed
+            e.cta, e.seed = context.cta.program, self.policy.seed
             raise
         finally:
             for task in self.tasks:
@@ -214,7 +244,7 @@ class Cta:
                 return
             ready = [task for task in live if task.ready()]
             if self.pending:
-                self.pending = [x for x in self.pending if not x.done] or []
+                self.pending[:] = [x for x in self.pending if not x.done]
             if self.pending:
                 at = policy.operation(self.pending, stuck=not ready)
                 if at is not None:
@@ -230,7 +260,7 @@ class Cta:
             counts.steps += 1
             if counts.steps > limit:
                 raise context.error(StepLimit, f"{limit} scheduler steps and no end.")
-            context.task = task
+            context.cta, context.task = task.cta, task
             self.clock += 1
             started = self.clock
             try:
@@ -238,10 +268,10 @@ class Cta:
             except StopIteration:
                 task.coroutine = None
             if self.trace is not None:
-                self.trace.slice(self, task, started)
+                self.trace.slice(task.cta, task, started)
 
     def _deadlock(self, live: list[Task]) -> None:
-        waiting = [t for t in live if isinstance(t.blocked[0], MBarrier | NamedBarrier)]
+        waiting = [t for t in live if not isinstance(t.blocked[0], list)]
         context.task = waiting[0]
         kind, first = Deadlock, waiting[0].blocked[0]
         for task in waiting:
@@ -256,25 +286,29 @@ class Cta:
             )
         else:
             what = f"nobody goes on: {what}"
+        context.cta = context.task.cta
         raise kind(what + ".", context.task.name, suspended_at(context.task.coroutine))
 
-    def _check_end(self, main: Task) -> None:
-        """What a CTA leaves behind."""
-        context.task = main
+    def _check_end(self) -> None:
+        """What the CTAs of a cluster leave behind."""
+        main = self.main
         for operation in self.pending:
             context.task = operation.task
             self._finish(operation)
         for task in self.tasks:
             np.maximum(main.clocks, task.clocks, out=main.clocks)
+        for task in self.tasks:
             # A multiprocessor keeps a CTA whose threads have copies by pointers under way.
             for lane, name in ((task.products, "async_dot"), (task.stores, "asynchronous store")):
-                if lane.unwaited():
+                unwaited = lane.issued - main.clocks[lane.agent]
+                if unwaited > 0:
+                    context.cta = task.cta
                     raise UnwaitedResult(
-                        f"the task ends with {lane.unwaited()} {name} that it has not waited for;"
+                        f"the task ends with {unwaited} {name} that it has not waited for;"
                         " shared memory may be given to another CTA while it is read.",
                         task.name,
                     )
-        for barrier in self.barriers:
+        for barrier in (barrier for cta in self.cluster for barrier in cta.barriers):
             if barrier.bytes:
                 raise WrongBytes(
                     f"{barrier.name} is left with {barrier.bytes} bytes outstanding in phase"

@@ -9,7 +9,7 @@ from gem.attention.simulator.clocks import nothing
 from gem.attention.simulator.errors import BarrierMisuse, OutOfBounds, OverArrival, WrongBytes
 
 
-class _Knowledge:
+class Knowledge:
     """What those who arrived knew; those who wait take it over."""
 
     def __init__(self):
@@ -23,6 +23,13 @@ class _Knowledge:
         times = self.arrivals.get(task.name, (0, ""))[0]
         self.arrivals[task.name] = times + 1, context.short(context.where())
         task.tick()
+
+    def take_from(self, clocks, fences, name: str, where) -> None:
+        """As `take`, from an asynchronous operation."""
+        np.maximum(self.coming, clocks, out=self.coming)
+        np.maximum(self.coming_fences, fences, out=self.coming_fences)
+        times = self.arrivals.get(name, (0, ""))[0]
+        self.arrivals[name] = times + 1, context.short(where)
 
     def publish(self) -> None:
         self.known[...] = self.coming
@@ -43,7 +50,7 @@ class _Knowledge:
         return "so far arrived: " + ", ".join(parts)
 
 
-class MBarrier(_Knowledge):
+class MBarrier(Knowledge):
     """An mbarrier: a phase ends with `count` arrivals and all bytes that it expects.
 
     Attributes:
@@ -61,15 +68,25 @@ class MBarrier(_Knowledge):
         self.last_copy: tuple[int, object] | None = None  # (phase that it ended with, access)
 
     def arrive(self, task, times: int) -> None:
+        self._check(times)
+        self.take(task)
+        self.pending -= times
+        self._end()
+
+    def arrive_by(self, clocks, fences, name: str, where) -> None:
+        """One arrival by an asynchronous operation that knows so much."""
+        self._check(1)
+        self.take_from(clocks, fences, name, where)
+        self.pending -= 1
+        self._end()
+
+    def _check(self, times: int) -> None:
         if times > self.pending:
             raise context.error(
                 OverArrival,
                 f"{times} arrivals at {self.name}, whose phase {self.phase} takes"
                 f" {self.pending} more (of {self.count}); {self.who_arrived()}.",
             )
-        self.take(task)
-        self.pending -= times
-        self._end()
 
     def expect(self, task, size: int) -> None:
         """An arrival that also says how many bytes copies will bring."""
@@ -135,7 +152,7 @@ class Barriers:
         return self.barriers[index]
 
 
-class NamedBarrier(_Knowledge):
+class NamedBarrier(Knowledge):
     """A hardware barrier by id: a turn ends when `threads` threads have arrived or wait."""
 
     def __init__(self, number: int):
@@ -169,6 +186,9 @@ class NamedBarrier(_Knowledge):
             self.turn += 1
             self.here, self.names = 0, []
             self.publish()
+
+    def passed(self, turn: int) -> bool:
+        return self.turn > turn
 
     def state(self) -> str:
         here = ", ".join(self.names) or "nobody"

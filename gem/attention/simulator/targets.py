@@ -17,6 +17,7 @@ class Target:
         threads: of a CTA.
         named_barriers: ids 0 to this minus 1.
         register_operand: whether a product's left operand may be in registers.
+        tensor_columns: of tensor memory, 128 lanes of 32 bits each; 0 where there is none.
     """
 
     name: str
@@ -26,9 +27,13 @@ class Target:
     threads: int = 1024
     named_barriers: int = 16
     register_operand: bool = True
+    tensor_columns: int = 0
 
 
-TARGETS = {"sm_90": Target("sm_90", 90)}
+TARGETS = {
+    "sm_90": Target("sm_90", 90),
+    "sm_100": Target("sm_100", 100, register_operand=False, tensor_columns=512),
+}
 
 
 def target(name: str) -> Target:

@@ -190,6 +190,6 @@ def test_only_tensors_of_the_cpu():
     with pytest.raises(ValueError, match="X is on meta; the simulator takes CPU tensors"):
         x = torch.empty(64, device="meta")
         simulate(kernels.outside_kernel, (1,), [x, x], LAST=0, KIND="load")
-    with pytest.raises(ValueError, match="target is 'sm_80'; the simulator knows sm_90"):
+    with pytest.raises(ValueError, match="target is 'sm_80'; the simulator knows sm_90, sm_100"):
         x = torch.zeros(64)
         simulate(kernels.outside_kernel, (1,), [x, x], LAST=0, KIND="load", target="sm_80")

@@ -1,0 +1,162 @@
+"""Matrix products of Blackwell (tcgen05.mma): their accumulators lie in tensor memory.
+
+The products that a task issues take effect in the order of their issue. Who waits for a barrier on
+which one completes knows that it and those before it are complete.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from gem.attention.simulator import clusters, context
+from gem.attention.simulator.asynchronous import Operation, multiply
+from gem.attention.simulator.clocks import Access
+from gem.attention.simulator.errors import UnsupportedOperation
+from gem.attention.simulator.memory import Buffer, Buffers
+from gem.attention.simulator.tensor_memory import TensorBuffer
+
+
+class TensorProduct(Operation):
+    """A product of one CTA, or of a pair (two of everything)."""
+
+    name = "product"
+
+    def __init__(self, task, where, a, b, acc, accumulate: bool, signal: Signal):
+        super().__init__(task, where)
+        self.a, self.b, self.acc, self.accumulate, self.signal = a, b, acc, accumulate, signal
+
+    def effect(self) -> None:
+        right = [b.numbers() for b in self.b]
+        width = right[0].shape[1]
+        for a, acc in zip(self.a, self.acc, strict=True):
+            left, new = a.numbers(), acc.numbers().copy()
+            for i, b in enumerate(right):
+                part = new[:, i * width : (i + 1) * width]
+                product = multiply(left, b)
+                part[...] = part + product if self.accumulate else product
+            acc.put(new)
+        self.signal.send(self)
+
+    def __str__(self) -> str:
+        return f"product to {self.acc[0].name}"
+
+
+class Commit(Operation):
+    """A `tcgen05_commit`: the products before it complete on a barrier."""
+
+    name = "commit"
+
+    def __init__(self, task, where, signal: Signal):
+        super().__init__(task, where)
+        self.signal = signal
+
+    def effect(self) -> None:
+        self.signal.send(self)
+
+    def __str__(self) -> str:
+        return "commit"
+
+
+class Signal:
+    """Arrivals at barriers when a task's products up to a number are complete."""
+
+    def __init__(self, task, number: int, barriers):
+        self.barriers = barriers
+        self.clocks, self.fences = task.clocks.copy(), task.fences.copy()
+        self.clocks[task.products.agent] = number
+
+    def send(self, operation: Operation) -> None:
+        for bar in self.barriers:
+            name = f"products of {operation.task.name}"
+            bar.arrive_by(self.clocks, self.fences, name, operation.where)
+
+
+def _operand(x, what: str):
+    if isinstance(x, Buffers) and x.num == 1:
+        x = x[0]
+    if isinstance(x, Buffer):
+        return x
+    raise context.error(
+        UnsupportedOperation,
+        f"async_dot with {what} in registers ({x!r}); on {context.cta.target.name} it is in"
+        + (" tensor memory" if what == "its accumulator" else " shared or tensor memory"),
+    )
+
+
+def _check(a, b, acc, columns: int) -> None:
+    m, k = a.shape
+    n = b.shape[1] * columns
+    if not isinstance(acc, TensorBuffer) or isinstance(b, TensorBuffer):
+        raise context.error(
+            UnsupportedOperation,
+            f"async_dot with accumulator {acc!r} and right operand {b!r}: on"
+            f" {context.cta.target.name} they are in tensor and in shared memory",
+        )
+    if k != b.shape[0] or a.dtype != b.dtype or m not in (64, 128) or k < 16 or not 32 <= n <= 256:
+        raise context.error(
+            UnsupportedOperation,
+            f"async_dot of {a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}: M is 64 or 128, K"
+            " at least 16, N 32 to 256, and types and K agree",
+        )
+    if acc.shape != (m, n) or acc.dtype != tl.float32:
+        raise context.error(
+            UnsupportedOperation, f"async_dot of {m}x{n} added to {acc!r} of {acc.dtype}"
+        )
+    if columns == 2 and m != 128:
+        raise context.error(UnsupportedOperation, "two_ctas products of 64 rows per CTA")
+
+
+def dot(A, B, acc, use_acc, pred, mBarriers, two_ctas: bool, force_async: bool):
+    """`async_dot`; without barriers it is waited for, unless force_async is given."""
+    cta, task, place = context.cta, context.task, context.where()
+    a, b = _operand(A, "its left operand"), _operand(B, "its right operand")
+    acc = _operand(acc, "its accumulator")
+    _check(a, b, acc, 2 if two_ctas else 1)
+    pair = clusters.pair(cta) if two_ctas else [cta]
+    if (pred is not None and not bool(pred)) or pair[0] is not cta:
+        return  # of a pair, the first CTA issues for both
+    barriers = []
+    for bar in mBarriers:
+        for other in pair:
+            barriers.append((yield from clusters.peer_barrier(clusters.single(bar), other)))
+    accumulate = use_acc is None or bool(use_acc)
+    number = task.products.issued + 1
+    access = Access(task.products.agent, number, task.name, place, "product", True)
+    clocks = task.clocks.copy()
+    clocks[task.products.agent] = number  # its own products are done in order
+    sides = [[clusters.peer_buffer(x, other) for other in pair] for x in (a, b, acc)]
+    for x in (*sides[0], *sides[1]):
+        x.read_by(access, clocks, task.fences)
+    for x in sides[2]:
+        if accumulate:
+            x.read_by(access, clocks)
+        x.write_by(access, clocks)
+    signal = Signal(task, number, barriers)
+    operation = TensorProduct(task, place, *sides, accumulate, signal)
+    task.products.issue(operation)
+    cta.counts.products += 1
+    cta.issue(operation)
+    if not barriers and not force_async:
+        task.products.wait(task, 0)
+    if cta.policy.switch():
+        yield
+
+
+def tcgen05_commit(mBarrier, two_ctas=False):
+    cta, task, place = context.cta, context.task, context.where()
+    if not cta.target.tensor_columns:
+        raise context.error(
+            UnsupportedOperation, f"tcgen05_commit does not exist on {cta.target.name}"
+        )
+    pair = clusters.pair(cta) if two_ctas else [cta]
+    if pair[0] is not cta:
+        return
+    bar, barriers = clusters.single(mBarrier), []
+    for other in pair:
+        barriers.append((yield from clusters.peer_barrier(bar, other)))
+    lane = task.products
+    operation = Commit(task, place, Signal(task, lane.issued, barriers))
+    lane.open.append((lane.issued, operation))
+    cta.issue(operation)
+    if cta.policy.switch():
+        yield

@@ -1,0 +1,174 @@
+"""Tensor memory of a CTA (Blackwell): columns of 128 lanes, 32 bits each.
+
+A buffer of 128 rows takes all lanes of its columns, one of 64 rows half of them. Numbers of 16
+bits lie two to a column.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import triton.language as tl
+
+from gem.attention.simulator import context
+from gem.attention.simulator.aliases import AliasedBuffers, AliasSpec
+from gem.attention.simulator.dtypes import BITS, from_bits, item_bytes
+from gem.attention.simulator.errors import (
+    OutOfBounds,
+    OverwrittenRead,
+    ResourceError,
+    UnsupportedOperation,
+)
+from gem.attention.simulator.memory import Buffer, Buffers, SharedMemory
+
+LANES = 128
+COLUMN = 4  # bytes of a lane
+_HALVES = 2
+
+
+class TensorMemory(SharedMemory):
+    """The columns, and for either half of a column's lanes what `SharedMemory` has by granules.
+
+    An address is `half * columns * 4 + column * 4`. What was never written is NaN: a kernel may
+    read it, as long as no product does.
+    """
+
+    granule, alignment, poisoned = COLUMN * LANES // _HALVES, COLUMN, True
+
+    def __init__(self, columns: int):
+        self.columns, self.pitch = columns, columns * COLUMN
+        self.bytes = np.zeros((LANES, self.pitch), np.uint8)
+        self.written = np.zeros((_HALVES, columns), np.int32)
+        self.readers = np.zeros_like(self.written)
+        self.reset()
+
+    def reset(self) -> None:
+        super().reset()
+        self.bytes.fill(0xFF)
+        self.free = [0] * _HALVES  # the first free column of either half
+        self.lives: list[TensorBuffers | None] = [None]  # as `writes`
+        self.made: list[TensorBuffers] = []
+
+    def allocate(self, size: int, name: str, rows: int = LANES) -> int:
+        """The address of so many bytes more of each of these rows."""
+        columns = -(-size // COLUMN)
+        half = 0 if rows == LANES or self.free[0] <= self.free[1] else 1
+        start = max(self.free) if rows == LANES else self.free[half]
+        self.allocations.append((name, columns))
+        if start + columns > self.columns:
+            parts = ", ".join(f"{n} {s}" for n, s in self.allocations)
+            raise context.error(
+                ResourceError,
+                f"{start + columns} columns of tensor memory are needed ({parts}), but a CTA has"
+                f" {self.columns}",
+            )
+        for h in range(_HALVES) if rows == LANES else (half,):
+            self.free[h] = start + columns
+        return half * self.pitch + start * COLUMN
+
+
+def row_bytes(shape: tuple[int, ...], dtype: tl.dtype) -> int:
+    """Bytes of a row of a buffer, in whole columns."""
+    return -(-shape[1] * item_bytes(dtype) // COLUMN) * COLUMN
+
+
+class TensorBuffers(Buffers):
+    """What `local_alloc` returns for tensor memory."""
+
+    def __init__(self, memory: TensorMemory, offset, num: int, shape, dtype, name: str):
+        shape = tuple(shape)
+        if len(shape) != 2 or shape[0] not in (LANES, LANES // 2):
+            raise context.error(
+                UnsupportedOperation,
+                f"{name} of shape {list(shape)} in tensor memory: buffers there have 2 dimensions"
+                " and 64 or 128 rows",
+            )
+        super().__init__(memory, offset, num, shape, dtype, name)
+        self.bytes_each = row_bytes(shape, dtype)
+        self.number = len(memory.made)
+        memory.made.append(self)
+
+    def view(self, offset: int, index: int) -> TensorBuffer:
+        name = f"{self.name}[{index}]"
+        return TensorBuffer(self.memory, offset, self.shape, self.dtype, name, self)
+
+
+class AliasedTensorBuffers(TensorBuffers):
+    """As AliasedBuffers, of tensor memory."""
+
+    def __init__(self, memory: TensorMemory, alias: AliasSpec, num: int, shape, dtype, name: str):
+        super().__init__(memory, 0, num, shape, dtype, name)
+        self.alias, self.starts = alias, None
+
+    start = AliasedBuffers.start
+
+
+class TensorBuffer(Buffer):
+    """A view of tensor memory: rows of a range of columns.
+
+    Attributes:
+        life: the allocation that it is a view of.
+    """
+
+    def __init__(self, memory: TensorMemory, offset, shape, dtype, name, life: TensorBuffers):
+        self.memory, self.offset, self.shape, self.dtype = memory, offset, shape, dtype
+        self.name, self.life = name, life
+        self.strides = memory.pitch, item_bytes(dtype)
+        half, start = divmod(offset, memory.pitch)
+        columns = slice(start // COLUMN, -(-(start + shape[1] * item_bytes(dtype)) // COLUMN))
+        halves = slice(half, half + shape[0] * _HALVES // LANES)
+        lane = half * LANES // _HALVES
+        self.bits = np.ndarray(
+            shape, BITS[dtype.name], memory.bytes.data, lane * memory.pitch + start, self.strides
+        )
+        self.index = None
+        self.states = memory.written[halves, columns], memory.readers[halves, columns]
+
+    def read_by(self, access, clocks, fenced=None) -> None:
+        super().read_by(access, clocks, None)
+        for i in np.unique(self.states[0]).tolist():
+            life = self.memory.lives[i]
+            if life is not None and life is not self.life:
+                raise context.error(
+                    OverwrittenRead,
+                    f"the {access.what} reads {self!r}, but the same columns of tensor memory hold"
+                    f" {life.name}, by {self.memory.writes[i]}.",
+                )
+
+    def write_by(self, access, clocks) -> None:
+        super().write_by(access, clocks)
+        self.memory.lives.append(self.life)
+
+    def numbers(self) -> np.ndarray:
+        """The content; products that are under way change it without a new write."""
+        return from_bits(self.bits, self.dtype)
+
+    def slice(self, offset, shape) -> TensorBuffer:
+        offset, shape = [int(x) for x in offset], tuple(int(x) for x in shape)
+        (row, column), (rows, columns) = offset, shape
+        if row or rows != self.shape[0] or column < 0 or column + columns > self.shape[1]:
+            raise context.error(
+                OutOfBounds,
+                f"a slice of {shape} at {offset} of {self!r}, which is in tensor memory: slices"
+                " are ranges of columns",
+            )
+        start = self.offset + column * item_bytes(self.dtype)
+        if start % COLUMN:
+            raise context.error(
+                UnsupportedOperation, f"a slice of {self!r} that starts within a column"
+            )
+        name = f"{self.name}[:, {column}:{column + columns}]"
+        return TensorBuffer(self.memory, start, shape, self.dtype, name, self.life)
+
+    def transposed(self, dims) -> TensorBuffer:
+        raise context.error(UnsupportedOperation, f"a transpose of {self!r} in tensor memory")
+
+    def reinterpreted(self, dtype, shape) -> TensorBuffer:
+        """The same columns with another dtype and as many columns as fit."""
+        shape = self.shape if shape is None else tuple(int(x) for x in shape)
+        mine, other = (s[1] * item_bytes(d) for s, d in ((self.shape, self.dtype), (shape, dtype)))
+        if len(shape) != 2 or shape[0] != self.shape[0] or other > mine:
+            raise context.error(
+                OutOfBounds,
+                f"{self!r} of {self.dtype} in tensor memory taken as {dtype}{list(shape)}",
+            )
+        return TensorBuffer(self.memory, self.offset, shape, dtype, self.name, self.life)
