@@ -292,7 +292,7 @@ def async_descriptor_store(desc, source, offsets, eviction_policy="", store_redu
     operation = Store(task, place, desc, offsets, buffer, store_reduce)
     number = task.stores.issue(operation)
     access = Access(task.stores.agent, number, task.name, place, "asynchronous store", True)
-    buffer.read_by(access, task.clocks, task.fences)
+    buffer.read_by(access, task.clocks, task.fenced())
     context.cta.issue(operation)
     if context.cta.policy.switch():
         yield
@@ -344,7 +344,7 @@ def async_dot(
     for operand in (A, B):
         if isinstance(operand, Buffer):
             access = Access(task.products.agent, number, task.name, place, "product", True)
-            operand.read_by(access, task.clocks, task.fences)
+            operand.read_by(access, task.clocks, task.fenced())
     context.cta.counts.products += 1
     context.cta.issue(operation)
     if context.cta.policy.switch():

@@ -71,7 +71,10 @@ class Counts:
 class _Run:
     """One launch: what its CTAs share."""
 
-    def __init__(self, grid, warps: int, target, policy, counts, trace, step_limit: int):
+    def __init__(
+        self, grid, warps: int, target, policy, counts, trace, step_limit: int, compiler_fences
+    ):
+        self.compiler_fences = compiler_fences
         self.grid, self.warps, self.target, self.policy = grid, warps, target, policy
         self.counts, self.trace = counts, trace
         self.step_limit = counts.steps + step_limit
@@ -89,6 +92,7 @@ def launch(
     counts: Counts | None = None,
     trace: Trace | None = None,
     step_limit: int = STEP_LIMIT,
+    compiler_fences: bool = False,
 ) -> Counts:
     """Runs a kernel once under one seed. Returns its counts; see `simulate`."""
     counts = Counts() if counts is None else counts
@@ -104,7 +108,7 @@ def launch(
     policy = Policy(seed)
     run = _Run(
         grid, int(options.get("num_warps") or 4), targets.target(target), policy, counts, trace,
-        step_limit,
+        step_limit, compiler_fences,
     )  # fmt: skip
     function = frontend.compiled(kernel)
     dims = _cluster(grid, options)
@@ -187,6 +191,7 @@ def simulate(
     seeds: Sequence[int] | int = 2,
     trace: Trace | None = None,
     step_limit: int = STEP_LIMIT,
+    compiler_fences: bool = False,
     **constants,
 ) -> Counts:
     """Runs a kernel on CPU tensors once per seed, and checks it.
@@ -201,6 +206,8 @@ def simulate(
             as late as possible, seed 1 at once, the others at random times.
         trace: filled with what happened, if given.
         step_limit: of scheduler steps per run.
+        compiler_fences: whether a task's store to shared memory and its own asynchronous read need
+            no `tlx.fence` between them: Triton's compiler puts one there (not between tasks).
         **constants: constexprs, and options such as num_warps.
 
     Raises:
@@ -212,7 +219,7 @@ def simulate(
     for seed in range(seeds) if isinstance(seeds, int) else seeds:
         launch(
             kernel, grid, positional, keywords, target=target, seed=seed, counts=counts,
-            trace=trace, step_limit=step_limit,
+            trace=trace, step_limit=step_limit, compiler_fences=compiler_fences,
         )  # fmt: skip
     return counts
 
@@ -233,11 +240,12 @@ def simulated(
     processors: int = 2,
     trace: Trace | None = None,
     step_limit: int = STEP_LIMIT,
+    compiler_fences: bool = False,
 ) -> Iterator[Counts]:
     """Within it, `kernel[grid](...)` is simulated; yields the counts of all launches.
 
     Args:
-        target, seed, trace, step_limit: as in `simulate`.
+        target, seed, trace, step_limit, compiler_fences: as in `simulate`.
         kernels: those that are simulated (default: all).
         processors: multiprocessors of the simulated GPU; few make persistent kernels loop.
 
@@ -252,7 +260,7 @@ def simulated(
             return run(self, *args, grid=grid, warmup=warmup, **keywords)
         launch(
             self, grid, args, keywords, target=target, seed=seed, counts=counts, trace=trace,
-            step_limit=step_limit,
+            step_limit=step_limit, compiler_fences=compiler_fences,
         )  # fmt: skip
         return None
 

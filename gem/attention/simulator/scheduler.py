@@ -110,6 +110,14 @@ class Task:
         np.maximum(self.fences, self.clocks, out=self.fences)
         self.tick()
 
+    def fenced(self) -> np.ndarray:
+        """Which ordinary stores an asynchronous operation issued now may read."""
+        if not self.cta.run_of.compiler_fences:
+            return self.fences
+        fences = self.fences.copy()
+        fences[self.agent] = self.clock
+        return fences
+
     def ready(self) -> bool:
         if self.blocked is None:
             return True
