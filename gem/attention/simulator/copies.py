@@ -132,7 +132,7 @@ def async_store(dst_global_ptr, src_smem, size):
     operation = BulkStore(task, place, dst_global_ptr, part, int(size))
     number = task.stores.issue(operation)
     access = Access(task.stores.agent, number, task.name, place, "asynchronous store", True)
-    part.read_by(access, task.clocks, task.fenced())
+    part.read_by(access, task.clocks, task.fences)
     context.cta.issue(operation)
     if context.cta.policy.switch():
         yield

@@ -344,7 +344,7 @@ def async_dot(
     for operand in (A, B):
         if isinstance(operand, Buffer):
             access = Access(task.products.agent, number, task.name, place, "product", True)
-            operand.read_by(access, task.clocks, task.fenced())
+            operand.read_by(access, task.clocks, task.fences)
     context.cta.counts.products += 1
     context.cta.issue(operation)
     if context.cta.policy.switch():

@@ -21,6 +21,7 @@ from gem.attention.simulator import (
     clc,
     context,
     copies,
+    elementwise,
     extension,
     language,
     remote,
@@ -43,6 +44,7 @@ ASYNC_TASKS, ASYNC_TASK = _Marker(), _Marker()
 TL_OPERATIONS = operations(language)
 TL = Namespace("tl", tl, TL_OPERATIONS)
 TL.math = Namespace("tl.math", tl.math, TL_OPERATIONS)
+vars(TL).update(elementwise.PACKED)
 TLX = Namespace(
     "tlx", tlx,
     {k: x for module in (extension, copies, remote, clc) for k, x in operations(module).items()},
@@ -102,6 +104,16 @@ class Compiled:
         self.name, self.call, self.switches = name, None, False
 
 
+class _Recursion:
+    """A function in its own body, where it is not compiled yet."""
+
+    def __init__(self, function: Compiled):
+        self.function = function
+
+    def __call__(self, *args, **keywords):
+        return self.function.call(*args, **keywords)
+
+
 _compiled: dict[object, Compiled] = {}
 
 
@@ -118,6 +130,18 @@ def compiled(function) -> Compiled:
             del _compiled[python]
             raise
     return _compiled[python]
+
+
+def _map_elementwise(scalar_fn, *args, pack=1):
+    function = compiled(scalar_fn)
+    if function.switches or pack != 1:
+        raise context.error(
+            UnsupportedOperation, "map_elementwise with pack, or of such a function"
+        )
+    return elementwise.mapped(function.call, *args)
+
+
+TL.map_elementwise = _map_elementwise
 
 
 def _source(python) -> tuple[ast.Module, str]:
@@ -148,6 +172,12 @@ def _compile(python, entry: Compiled) -> None:
     exec(compile(tree, file, "exec"), environment)
     entry.call = environment[definition.name]
     entry.switches = inspect.isgeneratorfunction(entry.call)
+    if entry.switches and any(
+        isinstance(x, _Recursion) and x.function is entry for x in environment.values()
+    ):
+        raise context.error(
+            UnsupportedOperation, f"{entry.name} calls itself, and its task may hand over in it"
+        )
 
 
 def _simulated(x):
@@ -202,7 +232,7 @@ class _Rewriter(ast.NodeTransformer):
         if isinstance(callee, triton.runtime.jit.KernelInterface):
             function = compiled(callee)
             name = f"_sim_{function.name}_{id(function)}"
-            self.environment[name] = function.call
+            self.environment[name] = function.call or _Recursion(function)
             node.func = ast.copy_location(ast.Name(name, ast.Load()), node.func)
             switches = function.switches
         else:

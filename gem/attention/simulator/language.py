@@ -370,3 +370,11 @@ def make_tensor_descriptor(base, shape, strides, block_shape, padding_option="ze
         base.base, base.data, base.dtype.element_ty, shape, strides, _shape(block_shape),
         padding_option == "nan",
     )  # fmt: skip
+
+
+for _method in (
+    "abs", "argmax", "argmin", "broadcast_to", "cumsum", "exp", "exp2", "expand_dims", "log",
+    "log2", "max", "min", "permute", "ravel", "reshape", "rsqrt", "sigmoid", "split", "sqrt", "sum",
+    "trans",
+):  # fmt: skip
+    setattr(Value, _method, globals()[_method])

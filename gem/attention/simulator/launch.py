@@ -24,7 +24,8 @@ from gem.attention.simulator.values import value
 # Options of a launch that are not arguments of the kernel.
 _OPTIONS = {
     "num_warps", "num_stages", "num_ctas", "ctas_per_cga", "cluster_dims", "maxnreg",
-    "enable_fp_fusion", "warmup", "debug", "minRegAutoWS", "maxRegAutoWS", "pingpongAutoWS", "ir_override",
+    "enable_fp_fusion", "warmup", "debug", "minRegAutoWS", "maxRegAutoWS", "pingpongAutoWS",
+    "ir_override",
 }  # fmt: skip
 STEP_LIMIT = 10_000_000
 
@@ -206,8 +207,8 @@ def simulate(
             as late as possible, seed 1 at once, the others at random times.
         trace: filled with what happened, if given.
         step_limit: of scheduler steps per run.
-        compiler_fences: whether a task's store to shared memory and its own asynchronous read need
-            no `tlx.fence` between them: Triton's compiler puts one there (not between tasks).
+        compiler_fences: whether `async_descriptor_store` needs no `tlx.fence` before it: Triton's
+            compiler puts one there, in the task that issues it.
         **constants: constexprs, and options such as num_warps.
 
     Raises:

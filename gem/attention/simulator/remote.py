@@ -113,7 +113,7 @@ def _remote(dst, src, rank, barrier, what: str):
     if isinstance(src, Value):
         src = Value(np.array(src.data), src.dtype)
     else:
-        src.read_by(access, task.clocks, task.fenced())
+        src.read_by(access, task.clocks, task.fences)
     dst.write_by(access, task.clocks)
     cta.issue(RemoteStore(task, place, src, dst, bar, access))
     if cta.policy.switch():

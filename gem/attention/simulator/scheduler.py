@@ -111,12 +111,8 @@ class Task:
         self.tick()
 
     def fenced(self) -> np.ndarray:
-        """Which ordinary stores an asynchronous operation issued now may read."""
-        if not self.cta.run_of.compiler_fences:
-            return self.fences
-        fences = self.fences.copy()
-        fences[self.agent] = self.clock
-        return fences
+        """Which ordinary stores an asynchronous store issued now may read."""
+        return self.clocks if self.cta.run_of.compiler_fences else self.fences
 
     def ready(self) -> bool:
         if self.blocked is None:

@@ -126,7 +126,7 @@ def dot(A, B, acc, use_acc, pred, mBarriers, two_ctas: bool, force_async: bool):
     clocks[task.products.agent] = number  # its own products are done in order
     sides = [[clusters.peer_buffer(x, other) for other in pair] for x in (a, b, acc)]
     for x in (*sides[0], *sides[1]):
-        x.read_by(access, clocks, task.fenced())
+        x.read_by(access, clocks, task.fences)
     for x in sides[2]:
         if accumulate:
             x.read_by(access, clocks)

@@ -206,6 +206,9 @@ class Value:
     def __lshift__(self, x):
         return _arithmetic(self, x, "lshift")
 
+    def __rlshift__(self, x):
+        return _arithmetic(x, self, "lshift")
+
     def __rshift__(self, x):
         return _arithmetic(self, x, "rshift")
 

@@ -1,0 +1,41 @@
+"""Functions of single numbers, over tensors."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _clipped(x, low, high):
+    return tl.where(x < low, low, tl.where(x > high, high, x))
+
+
+@triton.jit
+def _leaky(x, slope):
+    if x > 0:
+        return x, x
+    else:
+        return x * slope, -x
+
+
+@triton.jit
+def _halves(x, PARTS: tl.constexpr):
+    if PARTS == 1:
+        return (x,)
+    else:
+        a, b = x.reshape([2, x.shape[0] // 2]).permute(1, 0).split()
+        return _halves(a, PARTS // 2) + _halves(b, PARTS // 2)
+
+
+@triton.jit
+def mapped_kernel(X, OUT, N: tl.constexpr, PARTS: tl.constexpr):
+    """Rows: clipped by index, leaky and magnitude (both by branches), sums of parts."""
+    i = tl.arange(0, N)
+    x = tl.load(X + i)
+    tl.store(OUT + i, tl.map_elementwise(_clipped, x, -1.0, i.to(tl.float32) / N))
+    leaky, magnitude = tl.map_elementwise(_leaky, x, 0.25)
+    tl.store(OUT + N + i, leaky)
+    tl.store(OUT + 2 * N + i, magnitude)
+    parts = _halves(x, PARTS)
+    for k in tl.static_range(PARTS):
+        tl.store(OUT + 3 * N + k, parts[k].sum())
+        tl.store(OUT + 3 * N + PARTS + k, (1 << parts[k].max().to(tl.int32)).to(tl.float32))
