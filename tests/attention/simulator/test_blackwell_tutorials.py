@@ -117,3 +117,23 @@ def test_pipelined_gemm_ends_without_a_wait(tutorial, seed):
     # Nor does the compiler wait at the end of a program.
     with pytest.raises(errors.UnwaitedResult, match="1 asynchronous store that it has not waited"):
         product(tutorial("blackwell_gemm_pipelined").matmul, seed)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attention_backward(tutorial, causal, seed, monkeypatch):
+    module = tutorial("blackwell_fa_ws_pipelined_persistent")
+    kernel = module._attn_bwd_ws  # of its configurations, those of single CTAs
+    singles = [config for config in kernel.configs if config.kwargs["NUM_CTAS"] == 1]
+    monkeypatch.setattr(kernel, "configs", [singles[seed % len(singles)]])
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, dout = (torch.randn(1, 1, 512, 128, generator=generator).half() for _ in range(4))
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    with simulated("sm_100", seed, compiler_fences=True):
+        module.attention(*inputs, 0.1, causal).backward(dout)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    torch.nn.functional.scaled_dot_product_attention(*exact, scale=0.1, is_causal=causal).backward(
+        dout.double()
+    )
+    for x, y in zip(inputs, exact, strict=True):
+        assert (x.grad.double() - y.grad).norm() <= 1e-3 * y.grad.norm()
