@@ -16,6 +16,7 @@ import types
 import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
+from triton.language.extra import libdevice
 
 from gem.attention.simulator import (
     clc,
@@ -60,6 +61,7 @@ _MODULES = {
     "triton.language": TL,
     "triton.language.core": TL,
     "triton.language.math": TL.math,
+    "triton.language.extra.libdevice": Namespace("libdevice", libdevice, TL_OPERATIONS),
     "triton.language.extra.tlx": TLX,
 }
 

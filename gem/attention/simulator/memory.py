@@ -83,7 +83,8 @@ class Buffers:
         self.memory, self.offset, self.num = memory, offset, num
         self.shape, self.dtype, self.name = tuple(shape), dtype, name
         self.strides = contiguous(self.shape, item_bytes(dtype))
-        self.bytes_each = int(np.prod(self.shape)) * item_bytes(dtype)
+        # A buffer shares no granule with the next one.
+        self.bytes_each = max(int(np.prod(self.shape)) * item_bytes(dtype), memory.granule)
 
     def start(self, index: int) -> int:
         """The offset of a buffer."""

@@ -331,10 +331,6 @@ def _arithmetic(a, b, name: str):
     if name == "divide" and not is_float(dtype):
         dtype = tl.float32
     a, b = numbers(a, dtype), numbers(b, dtype)
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.ndim != b.ndim:
-        raise context.error(
-            UnsupportedOperation, f"{name} of tensors of shapes {a.shape} and {b.shape}"
-        )
     if is_float(dtype):
         if name in _FLOAT:
             data = _FLOAT[name](a, b)

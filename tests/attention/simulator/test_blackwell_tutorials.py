@@ -17,7 +17,7 @@ SEEDS = range(4)
 def tutorial(monkeypatch):
     """Imports one by name: they ask for a GPU then, and for its multiprocessors at a launch."""
     monkeypatch.setattr(triton.runtime.driver, "_active", driver.StandIn("sm_100"))
-    processors = types.SimpleNamespace(multi_processor_count=2)
+    processors = types.SimpleNamespace(multi_processor_count=2, major=10, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: processors)
     return lambda name: importlib.import_module(f"{FOLDER}.{name}")
 
@@ -137,3 +137,25 @@ def test_flash_attention_backward(tutorial, causal, seed, monkeypatch):
     )
     for x, y in zip(inputs, exact, strict=True):
         assert (x.grad.double() - y.grad).norm() <= 1e-3 * y.grad.norm()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("ctas", [2, 4])
+def test_layer_norm_of_a_cluster(tutorial, ctas, seed, monkeypatch):
+    module = tutorial("blackwell-multi-cta-layernorm_test")
+    rows, columns = 3, 8192 * ctas
+    kernel = module.kernel_layernorm_multi_cta
+    config = next(c for c in kernel.configs if c.kwargs["num_reduction_ctas"] == ctas)
+    monkeypatch.setattr(module, "_WS_NARROW_N_THRESHOLD", 0)
+    pruned = module.prune_and_update_configs([config], {}, M=rows, N=columns)
+    monkeypatch.setattr(kernel, "configs", pruned)
+    generator = torch.Generator().manual_seed(seed)
+    x, weight, bias = (torch.randn(n, columns, generator=generator).half() for n in (rows, 1, 1))
+    with simulated("sm_100", seed) as counts:
+        out, mean, _ = module.multi_cta_layernorm(x, weight[0], bias[0])
+    expected = torch.nn.functional.layer_norm(
+        x.float(), (columns,), weight[0].float(), bias[0].float()
+    )
+    torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(mean, x.float().mean(1), rtol=1e-4, atol=1e-5)
+    assert counts.programs == rows * ctas
