@@ -20,7 +20,7 @@ from bench.peers.base import Unavailable
 
 METRICS = {
     "gpu__time_duration.sum": "time",
-    "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active": "tensor pipe, % of active",
+    "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active": "tensor pipe, %",
     "sm__inst_executed_pipe_tensor_op_hmma.sum": "tensor instructions",
     "sm__warps_active.avg.pct_of_peak_sustained_active": "warps active, %",
     "sm__throughput.avg.pct_of_peak_sustained_elapsed": "SM throughput, %",
