@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import shlex
 import sys
 import time
@@ -53,6 +54,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--min-ms", type=float, default=50.0, help="at least so much of repeats per contender")
     add("--deadline", type=float, metavar="SECONDS", help="start no row that would end later")
     add("--again", action="store_true", help="measure rows anew that are done")
+    add("--replace", action="store_true", help="drop the file's rows of another machine or boot")
     add("--seed", type=int, help="of the data (default: fresh for every row, recorded)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--brief", action="store_true", help="no tables at the end")
@@ -119,6 +121,12 @@ def run(args: argparse.Namespace, command: str) -> int:
         device = torch.device("cuda", torch.cuda.current_device())
     facts = machine.describe(device)
     results = ResultsFile(args.out, facts["boot"], load(args.shapes))
+    if results.is_of_another_boot() and not args.replace:
+        print(
+            f"{args.out} has rows of another machine or of this one before it was started anew "
+            f"({results.describe()}): name another --out, or drop them by --replace"
+        )
+        return 2
     known = all_contenders(args.deterministic)
     chosen = [known[name] for name in args.contenders]
 
@@ -218,13 +226,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A folder of this machine says nothing elsewhere.
     words = [Path(word).name if Path(word).is_absolute() else word for word in argv]
     command = shlex.join(["python", "-m", "bench.attention", *words])
-    if show(args):
-        return 0
+    try:
+        if show(args):
+            return 0
+    except (OSError, json.JSONDecodeError) as error:
+        print(f"the results file cannot be read: {error}")
+        return 2
     if args.profile:
         from bench.nsight import profile_row
 
         return profile_row(args, argv)
-    return run(args, command)
+    try:
+        return run(args, command)
+    except json.JSONDecodeError as error:
+        print(f"{args.out} is not a results file: {error}")
+        return 2
 
 
 if __name__ == "__main__":

@@ -32,6 +32,15 @@ class ResultsFile:
         self.data = read(self.path) if self.path.exists() else {}
         self.data.setdefault("rows", [])
 
+    def is_of_another_boot(self) -> bool:
+        """Whether its rows come from another machine, or from this one before it was restarted."""
+        return bool(self.data["rows"]) and self.data.get("machine", {}).get("boot") != self.boot
+
+    def describe(self) -> str:
+        """The machine and the date of its rows."""
+        machine = self.data.get("machine", {})
+        return f"{machine.get('gpu') or 'a CPU'}, {self.data.get('date', 'no date')}"
+
     def ceilings(self, dtype: str) -> dict | None:
         """What this boot measured before, or None."""
         known = self.data.get("ceilings", {})
@@ -40,6 +49,8 @@ class ResultsFile:
         return None
 
     def start(self, machine: dict, command: str, date: str, ceilings: dict) -> None:
+        if self.is_of_another_boot():
+            self.data["rows"] = []
         self.data |= {"machine": machine, "command": command, "date": date, "ceilings": ceilings}
 
     def is_done(

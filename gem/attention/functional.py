@@ -11,6 +11,7 @@ from gem.attention import backends, ops
 from gem.attention.layout import JaggedLayout
 
 MAX_HEAD_DIM = 256
+_INT32_MAX = 2**31 - 1
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -148,7 +149,8 @@ def window_sides(
             raise ValueError(
                 f"window must hold ints of at least 0 or None (unbounded), but got {window!r}"
             )
-    left, right = window
+    # More than a layout has rows is unbounded, and need not fit into an integer's 64 bits.
+    left, right = (side if side is None else min(side, _INT32_MAX) for side in window)
     if causal and right not in (None, 0):
         raise ValueError(f"causal attention has a right window of 0, but window is {window!r}")
     return left, 0 if causal else right

@@ -14,7 +14,20 @@ from torch import Tensor
 from gem.attention import backends
 
 
-def _call(direction: str, q: Tensor, k: Tensor, q_offsets: Tensor | None, **rest) -> backends.Call:
+def _call(
+    direction: str,
+    q: Tensor,
+    k: Tensor,
+    q_offsets: Tensor | None,
+    left: int | None,
+    right: int | None,
+    **rest,
+) -> backends.Call:
+    # A side that no sample reaches is none. Kernels add sides to positions in 32 bits.
+    if left is not None and left >= _longest(rest["k_lengths"]):
+        left = None
+    if right is not None and right >= _longest(rest["q_lengths"]):
+        right = None
     return backends.Call(
         form="broadcast" if q_offsets is None else "jagged",
         direction=direction,
@@ -24,8 +37,14 @@ def _call(direction: str, q: Tensor, k: Tensor, q_offsets: Tensor | None, **rest
         kv_heads=k.shape[1],
         head_dim=q.shape[2],
         q_offsets=q_offsets,
+        left=left,
+        right=right,
         **rest,
     )
+
+
+def _longest(lengths: Tensor) -> int:
+    return int(lengths.max()) if lengths.numel() else 0
 
 
 @torch.library.custom_op(

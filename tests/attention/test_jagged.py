@@ -355,3 +355,29 @@ def test_int64_offsets_give_the_same():
     other = Problem(**{**vars(problem), "k_layout": layout, "q_layout": layout})
     expected = attend(problem)
     assert all(torch.equal(x, expected[name]) for name, x in attend(other).items())
+
+
+@pytest.mark.parametrize("side", [2**31 - 1, 2**31 - 64, 2**63 - 1, 2**70], ids=hex)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_window_wider_than_any_sample_is_none(backend, side):
+    problem = random_problem([5, 0, 33], [40, 3, 12])
+    expected = attend(problem, backend)
+    for window in ((side, side), (None, side), (side, None)):
+        wide = Problem(**{**vars(problem), "window": window})
+        for name, x in attend(wide, backend).items():
+            assert torch.equal(x, expected[name])
+    causal = attend(Problem(**{**vars(problem), "causal": True}), backend)
+    wide = attend(Problem(**{**vars(problem), "window": (side, 0)}), backend)
+    assert all(torch.equal(wide[name], x) for name, x in causal.items())
+
+
+def test_backends_see_no_side_that_no_sample_reaches(monkeypatch):
+    """Kernels add sides to positions in 32 bits."""
+    seen = []
+    forward = torch_.forward
+    monkeypatch.setattr(torch_, "forward", lambda call, *x: seen.append(call) or forward(call, *x))
+    layout = JaggedLayout.from_lengths([3, 7])
+    q = torch.randn(10, 1, 8)
+    for window in ((7, 7), (6, 6), (2**31 - 1, 2)):
+        jagged_attention(q, q, q, layout, layout, window=window, backend="torch")
+    assert [(c.left, c.right) for c in seen] == [(None, None), (6, 6), (None, 2)]

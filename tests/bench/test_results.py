@@ -104,13 +104,12 @@ def test_rows_of_this_boot_are_done_and_those_of_another_are_replaced(tmp_path):
     assert again.ceilings("bfloat16")["copy_tb_s"] == 1.0 and again.ceilings("float16") is None
     second = ResultsFile(path, "boot2", [ROW, OTHER])
     assert not done(second) and second.ceilings("bfloat16") is None
+    assert second.is_of_another_boot() and not again.is_of_another_boot()
+    assert second.describe() == "a CPU, today"
+    # One header for all rows: those of another boot may not stand under this one's.
+    second.start({"boot": "boot2"}, "c", "tomorrow", {**CEILINGS, "dtype": "bfloat16"})
     second.put(both(ROW))
-    assert [(r["name"], r["boot"]) for r in read(path)["rows"]] == [
-        ("a", "boot2"),
-        ("a", "boot2"),
-        ("b", "boot1"),
-        ("b", "boot1"),
-    ]
+    assert [(r["name"], r["boot"]) for r in read(path)["rows"]] == [("a", "boot2")] * 2
     assert not second.complete and read(path)["complete"] is False
     second.put(both(OTHER))
     assert second.complete

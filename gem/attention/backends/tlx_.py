@@ -99,7 +99,10 @@ def launch(
     Args:
         p_shared: take the probabilities through shared memory, to compare.
     """
-    q, k, v = (x if fits_tma(x) else x.contiguous() for x in (q, k, v))
+    q, k, v = (
+        x if fits_tma(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+        for x in (q, k, v)
+    )
     broadcast = call.form == "broadcast"
     rows = (call.k_lengths.shape[0], *q.shape) if broadcast else q.shape
     out = torch.empty(rows, dtype=q.dtype, device=q.device)

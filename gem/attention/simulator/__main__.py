@@ -55,18 +55,24 @@ def main(arguments: list[str] | None = None) -> int:
     if not callable(function):
         parser.error(f"{file} has no function {name!r}")
     trace = Trace() if options.trace else None
+    if options.seeds < 1:
+        parser.error(f"--seeds must be at least 1, but is {options.seeds}")
     seeds = range(options.seeds) if options.seed is None else [options.seed]
-    failed = 0
+    failed = launched = 0
     for seed in seeds:
         torch.manual_seed(seed)
         given = {"seed": seed} if "seed" in inspect.signature(function).parameters else {}
         with simulated(options.target, seed, processors=options.processors, trace=trace) as counts:
             try:
                 function(**given)
+                launched += counts.programs
                 print(f"seed {seed}: {counts}")
             except (SimulationError, AssertionError) as e:
                 failed += 1
                 print(f"seed {seed}: {e if isinstance(e, SimulationError) else f'wrong: {e}'}")
+    if not failed and not launched:
+        print(f"{name}() launched no kernel, so that nothing was checked")
+        return 2
     if trace is not None:
         trace.save(options.trace)
     print(f"{failed} of {len(seeds)} seeds failed" if failed else "no fault found")

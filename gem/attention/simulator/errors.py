@@ -88,3 +88,7 @@ class UnsupportedOperation(SimulationError):
 
 class StepLimit(SimulationError):
     """The run took more scheduler steps than allowed: the kernel seems to spin."""
+
+
+class KernelAssertion(SimulationError):
+    """A `static_assert` or `device_assert` of the kernel that does not hold."""

@@ -11,12 +11,8 @@ import triton.language as tl
 from gem.attention.simulator import context, global_memory
 from gem.attention.simulator.asynchronous import multiply
 from gem.attention.simulator.dtypes import held, is_float, rounded
-from gem.attention.simulator.errors import SimulationError, UnsupportedOperation
+from gem.attention.simulator.errors import KernelAssertion, UnsupportedOperation
 from gem.attention.simulator.values import Value, common, made, numbers, value
-
-
-class KernelAssertion(SimulationError):
-    """A `static_assert` or `device_assert` of the kernel that does not hold."""
 
 
 def constexpr(x):

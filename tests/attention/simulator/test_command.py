@@ -26,6 +26,10 @@ def faulty():
 
 def off():
     check(0, wrong=1.0)
+
+
+def idle():
+    pass
 """
 
 
@@ -61,3 +65,11 @@ def test_what_is_not_there(mine, what, capsys):
     with pytest.raises(SystemExit):
         main([what.format(mine=mine)])
     assert "error:" in capsys.readouterr().err
+
+
+def test_nothing_launched_is_not_no_fault(mine, capsys):
+    assert main([f"{mine}:idle"]) == 2
+    assert "idle() launched no kernel" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([f"{mine}:check", "--seeds", "0"])
+    assert "--seeds must be at least 1" in capsys.readouterr().err

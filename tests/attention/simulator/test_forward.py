@@ -1,5 +1,6 @@
 """Our forward kernel for Hopper, unmodified, in the simulator."""
 
+import dataclasses
 import random
 
 import pytest
@@ -82,3 +83,28 @@ def test_samples_of_no_rows():
         problem = problem_of(random.Random(3), q_lengths=lengths, k_lengths=lengths)
         out, lse, _ = launched(problem, Shape(2, 64, 2, 1, 240), 0)
         assert not wrong(problem, out, lse)
+
+
+def test_inputs_that_tma_cannot_describe_are_copied():
+    """Not aligned to 16 bytes, although contiguous; a head's stride that means nothing."""
+    problem = problem_of(random.Random(3), dim=64, q_lengths=[70, 5], k_lengths=[70, 5])
+    shape = Shape(2, 64, 2, 1, 240)
+    expected, _, _ = launched(problem, shape, 0)
+
+    def moved(x):
+        flat = torch.empty(x.numel() + 3, dtype=x.dtype)[3:].view(x.shape)
+        return flat.copy_(x)
+
+    odd = {name: moved(getattr(problem, name)) for name in ("q", "k", "v")}
+    assert all(x.is_contiguous() and x.data_ptr() % 16 for x in odd.values())
+    out, _, _ = launched(dataclasses.replace(problem, **odd), shape, 0)
+    assert torch.equal(out, expected)
+
+    one = problem_of(random.Random(3), dim=64, q_lengths=[9], k_lengths=[9])
+    odd = {
+        name: getattr(one, name)[:, :1].as_strided((9, 1, 64), (64, 3, 1))
+        for name in ("q", "k", "v")
+    }
+    one = dataclasses.replace(one, **odd)
+    out, lse, _ = launched(one, shape, 0)
+    assert out.isfinite().all() and not wrong(one, out, lse)
