@@ -28,7 +28,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 QUIET = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytestmark = [QUIET] if INTERPRETED else [pytest.mark.gpu]
 
-LENGTHS = [12, 9, 131, 0, 30] if INTERPRETED else [12, 9, 300, 0, 1, 700, 64, 2100]
+LENGTHS = [12, 9, 70, 0, 5] if INTERPRETED else [12, 9, 300, 0, 1, 700, 64, 2100]
 OTHER = [20, 0, 60, 5, 33] if INTERPRETED else [20, 0, 560, 5, 64, 70, 128, 400]
 BACKENDS = ["triton"] if INTERPRETED else ["triton", "tlx"]
 DTYPES = [torch.float16, torch.bfloat16]
@@ -91,7 +91,7 @@ def test_broadcast(queries, kv_heads, dtype, backend):
     check(make(queries, LENGTHS, dtype=dtype, dim=32, kv_heads=kv_heads, spare=3), backend)
 
 
-@pytest.mark.parametrize("dim", [1, 40, 64, 96, 128, 256])
+@pytest.mark.parametrize("dim", [1, 40, 128] if INTERPRETED else [1, 40, 64, 96, 128, 256])
 @pytest.mark.parametrize("queries", [None, 33, 130], ids=["self", "33", "130"])
 def test_head_dims(queries, dim, backend):
     lengths = [70, 0, 33]
@@ -124,7 +124,7 @@ def test_edges(q_lengths, k_lengths, causal, backend):
     )
 
 
-@pytest.mark.parametrize("seed", range(8 if INTERPRETED else 200))
+@pytest.mark.parametrize("seed", range(5 if INTERPRETED else 200))
 def test_random_layouts(seed, backend):
     rng = random.Random(seed)
     longest = 100 if INTERPRETED else 1000
@@ -210,7 +210,7 @@ def test_the_gradient_of_the_log_sum_exp(queries, backend):
 
 
 @pytest.mark.parametrize("queries", [None, 20, 140], ids=["self", "20", "140"])
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("poison", [float("nan")] if INTERPRETED else [float("nan"), float("inf")])
 def test_a_neighbour_is_never_read_into_a_product(queries, poison, backend):
     lengths = [40, 70, 33]
     problem = make(lengths) if queries is None else make(queries, lengths)
