@@ -195,7 +195,6 @@ def dealt_tiles(
     """
     if not isinstance(queries, Tensor):
         queries = torch.full_like(k_lengths, queries)
-    samples = torch.arange(k_lengths.shape[0])
     if left is None and right is None:  # all tiles of a sample are alike
         samples = k_lengths.argsort(descending=True, stable=True)
         pair, number = _pieces(queries[samples].repeat_interleave(heads), block_q)

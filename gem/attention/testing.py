@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from gem.attention.backends import Call
 from gem.attention.functional import broadcast_attention, jagged_attention, window_sides
 from gem.attention.layout import JaggedLayout
 from gem.attention.reference import (
@@ -123,6 +124,28 @@ def random_problem(
         q, dout = make(rows, spare, heads), make(rows, spare, heads)
     k, v = make(k_rows, spare, kv_heads), make(k_rows, spare, kv_heads)
     return Problem(std * q, std * k, std * v, dout, k_layout, q_layout, **options)
+
+
+def call_of(problem: Problem) -> Call:
+    """The forward call that a backend gets to see."""
+    q_layout, k_layout = problem.q_layout, problem.k_layout
+    left, right = problem.sides
+    return Call(
+        form="broadcast" if q_layout is None else "jagged",
+        direction="forward",
+        device=problem.q.device,
+        dtype=problem.q.dtype,
+        heads=problem.q.shape[1],
+        kv_heads=problem.k.shape[1],
+        head_dim=problem.q.shape[2],
+        scale=problem.factor,
+        left=left,
+        right=right,
+        q_offsets=q_layout and q_layout.offsets,
+        q_lengths=q_layout and q_layout.lengths,
+        k_offsets=k_layout.offsets,
+        k_lengths=k_layout.lengths,
+    )
 
 
 def attend(problem: Problem, backend: str = "auto", deterministic: bool = False) -> dict:

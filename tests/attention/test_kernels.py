@@ -18,6 +18,7 @@ from gem.attention.testing import (
     Problem,
     assert_close_to_reference,
     attend,
+    call_of,
     random_problem,
     reference,
 )
@@ -51,10 +52,7 @@ def check(problem, backend):
 
 
 def skip_unsupported(name, problem):
-    q = problem.q
-    form = "broadcast" if problem.q_layout is None else "jagged"
-    call = backends.Call(form, "forward", q.device, q.dtype, q.shape[1], 1, q.shape[2])
-    reason = backends.unsupported(name, call)
+    reason = backends.unsupported(name, call_of(problem))
     if reason is not None:
         pytest.skip(f"{name} {reason}")
 

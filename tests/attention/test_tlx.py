@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from gem.attention.backends import Call, tlx_, triton_
-from gem.attention.testing import random_problem
+from gem.attention.backends import tlx_, triton_
+from gem.attention.testing import call_of, random_problem
 
 pytestmark = pytest.mark.gpu
 
@@ -35,27 +35,6 @@ SHAPES = {
     ],
 }
 ALL_SHAPES = [(dim, shape) for dim, shapes in SHAPES.items() for shape in shapes]
-
-
-def call_of(problem):
-    left, right = problem.sides
-    q_layout, k_layout = problem.q_layout, problem.k_layout
-    return Call(
-        form="broadcast" if q_layout is None else "jagged",
-        direction="forward",
-        device=problem.q.device,
-        dtype=problem.q.dtype,
-        heads=problem.q.shape[1],
-        kv_heads=problem.k.shape[1],
-        head_dim=problem.q.shape[2],
-        scale=problem.factor,
-        left=left,
-        right=right,
-        q_offsets=q_layout and q_layout.offsets,
-        q_lengths=q_layout and q_layout.lengths,
-        k_offsets=k_layout.offsets,
-        k_lengths=k_layout.lengths,
-    )
 
 
 def launch(problem, shape, **options):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import torch
 import triton
@@ -85,9 +84,8 @@ def forward_shape(block_d: int, broadcast: bool, queries: float, keys: float) ->
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse; see `gem.attention.backends`."""
-    block_d = 64 if call.head_dim <= 64 else 128
     means = triton_.mean_queries(call, q), triton_.mean(call.k_lengths)
-    shape = forward_shape(block_d, call.form == "broadcast", *means)
+    shape = forward_shape(_block_d(call), call.form == "broadcast", *means)
     return launch(call, q, k, v, shape)
 
 
@@ -104,17 +102,11 @@ def launch(
         for x in (q, k, v)
     )
     broadcast = call.form == "broadcast"
-    rows = (call.k_lengths.shape[0], *q.shape) if broadcast else q.shape
-    out = torch.empty(rows, dtype=q.dtype, device=q.device)
-    lse = torch.empty(rows[:-1], dtype=torch.float32, device=q.device)
-    if not broadcast:
-        covered = int(call.q_lengths.sum())
-        out[covered:] = 0
-        lse[covered:] = -torch.inf
+    out, lse = triton_.results(call, q)
     tiles: schedule.DealtTiles = schedule.schedule(
         "dealt_tiles",
         call.k_lengths,
-        q.shape[0] if broadcast else call.q_lengths,
+        triton_.queries_of(call, q),
         call.left,
         call.right,
         call.heads,
@@ -122,7 +114,7 @@ def launch(
         shape.keys,
         q.device,
     )
-    block_d = 64 if call.head_dim <= 64 else 128
+    block_d = _block_d(call)
     count, empty = tiles.table.shape[0], tiles.empty.shape[0]
     ctas = min(count, _processors(q.device))
     # Broadcast attention repeats the same queries and heads from sample to sample.
@@ -142,7 +134,7 @@ def launch(
             lse,
             tiles.table,
             count,
-            call.scale * math.log2(math.e),
+            call.scale * triton_.LOG2_E,
             call.left or 0,
             call.right or 0,
             HEADS=call.heads,
@@ -215,14 +207,14 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
+def _block_d(call: Call) -> int:
+    """Columns of a tile: as many as a swizzled row of shared memory holds, or twice as many."""
+    return 64 if call.head_dim <= 64 else 128
+
+
 def _processors(device: torch.device) -> int:
     if device.type == "cpu":  # launches are simulated, or recorded
         from gem.attention.simulator import processors
 
         return processors()
-    return _gpu_processors(device)
-
-
-@functools.cache
-def _gpu_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return triton_.processors(device)

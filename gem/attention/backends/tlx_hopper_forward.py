@@ -197,6 +197,69 @@ def _step(
 
 
 @triton.jit
+def _steps(
+    x_begin,
+    x_end,
+    q_tile,
+    k_tiles,
+    k_full,
+    k_empty,
+    v_tiles,
+    v_full,
+    v_empty,
+    p_tile,
+    weights,
+    out0,
+    out1,
+    top,
+    total,
+    count,
+    i,
+    begin,
+    blocks,
+    keys,
+    queries,
+    left,
+    right,
+    scale,
+    columns,
+    cid: tl.constexpr,
+    CONSUMERS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PIECES: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    MASKED: tl.constexpr,
+    FLIPPED: tl.constexpr,
+    PING_PONG: tl.constexpr,
+    P_SHARED: tl.constexpr,
+    P_WIDE: tl.constexpr,
+    LATE_WAIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The steps from x_begin to x_end of a tile; step x has the block x before the last."""
+    for x in tl.range(x_begin, x_end):
+        seen = (columns < keys)[None, :]
+        if MASKED:
+            j = begin + (blocks - 1 - x) * BLOCK_K + columns
+            seen = _seen(i, j, keys, queries, left, right, HAS_LEFT, HAS_RIGHT)
+        st = count % STAGES
+        before = (count - 1) % STAGES
+        weights, out0, out1, top, total, shrink = _step(
+            q_tile, k_tiles[st], k_full[st], k_empty[st], (count // STAGES) & 1,
+            v_tiles[before], v_full[before], v_empty[before], ((count - 1) // STAGES) & 1,
+            p_tile, weights, out0, out1, top, total, seen, scale, cid, CONSUMERS, BLOCK_K, PIECES,
+            HAS_LEFT or HAS_RIGHT, MASKED, FLIPPED, PING_PONG, P_SHARED, P_WIDE, LATE_WAIT, DTYPE,
+        )  # fmt: skip
+        out0 = out0 * shrink[:, None]
+        if PIECES == 2:
+            out1 = out1 * shrink[:, None]
+        count += 1
+    return weights, out0, out1, top, total, count
+
+
+@triton.jit
 def _rest_of_tile(
     q_tile,
     k_tiles,
@@ -247,58 +310,26 @@ def _rest_of_tile(
         last = tl.minimum(first + 64, queries) - 1
         outside = tl.maximum(last + keys - queries - left - begin, 0) + BLOCK_K - 1
         full_to = tl.minimum(tl.maximum(blocks - outside // BLOCK_K, full_from), blocks)
-    seen = (columns < keys)[None, :]
     if HAS_RIGHT:
-        for x in tl.range(1, full_from):
-            j = begin + (blocks - 1 - x) * BLOCK_K + columns
-            st = count % STAGES
-            before = (count - 1) % STAGES
-            weights, out0, out1, top, total, shrink = _step(
-                q_tile, k_tiles[st], k_full[st], k_empty[st], (count // STAGES) & 1,
-                v_tiles[before], v_full[before], v_empty[before], ((count - 1) // STAGES) & 1,
-                p_tile, weights, out0, out1, top, total,
-                _seen(i, j, keys, queries, left, right, HAS_LEFT, HAS_RIGHT), scale, cid,
-                CONSUMERS, BLOCK_K, PIECES, True, True, FLIPPED, PING_PONG,
-            P_SHARED, P_WIDE, LATE_WAIT,
-            DTYPE,
-            )  # fmt: skip
-            out0 = out0 * shrink[:, None]
-            if PIECES == 2:
-                out1 = out1 * shrink[:, None]
-            count += 1
-    for _x in tl.range(full_from, full_to):
-        st = count % STAGES
-        before = (count - 1) % STAGES
-        weights, out0, out1, top, total, shrink = _step(
-            q_tile, k_tiles[st], k_full[st], k_empty[st], (count // STAGES) & 1,
-            v_tiles[before], v_full[before], v_empty[before], ((count - 1) // STAGES) & 1,
-            p_tile, weights, out0, out1, top, total, seen, scale, cid,
-            CONSUMERS, BLOCK_K, PIECES, HAS_LEFT or HAS_RIGHT, False, FLIPPED, PING_PONG,
-            P_SHARED, P_WIDE, LATE_WAIT,
-            DTYPE,
+        weights, out0, out1, top, total, count = _steps(
+            1, full_from, q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, p_tile,
+            weights, out0, out1, top, total, count, i, begin, blocks, keys, queries, left, right,
+            scale, columns, cid, CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, True,
+            FLIPPED, PING_PONG, P_SHARED, P_WIDE, LATE_WAIT, DTYPE,
         )  # fmt: skip
-        out0 = out0 * shrink[:, None]
-        if PIECES == 2:
-            out1 = out1 * shrink[:, None]
-        count += 1
+    weights, out0, out1, top, total, count = _steps(
+        full_from, full_to, q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, p_tile,
+        weights, out0, out1, top, total, count, i, begin, blocks, keys, queries, left, right,
+        scale, columns, cid, CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, False,
+        FLIPPED, PING_PONG, P_SHARED, P_WIDE, LATE_WAIT, DTYPE,
+    )  # fmt: skip
     if HAS_LEFT:
-        for x in tl.range(full_to, blocks):
-            j = begin + (blocks - 1 - x) * BLOCK_K + columns
-            st = count % STAGES
-            before = (count - 1) % STAGES
-            weights, out0, out1, top, total, shrink = _step(
-                q_tile, k_tiles[st], k_full[st], k_empty[st], (count // STAGES) & 1,
-                v_tiles[before], v_full[before], v_empty[before], ((count - 1) // STAGES) & 1,
-                p_tile, weights, out0, out1, top, total,
-                _seen(i, j, keys, queries, left, right, HAS_LEFT, HAS_RIGHT), scale, cid,
-                CONSUMERS, BLOCK_K, PIECES, True, True, FLIPPED, PING_PONG,
-            P_SHARED, P_WIDE, LATE_WAIT,
-            DTYPE,
-            )  # fmt: skip
-            out0 = out0 * shrink[:, None]
-            if PIECES == 2:
-                out1 = out1 * shrink[:, None]
-            count += 1
+        weights, out0, out1, top, total, count = _steps(
+            full_to, blocks, q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, p_tile,
+            weights, out0, out1, top, total, count, i, begin, blocks, keys, queries, left, right,
+            scale, columns, cid, CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, True,
+            FLIPPED, PING_PONG, P_SHARED, P_WIDE, LATE_WAIT, DTYPE,
+        )  # fmt: skip
     return weights, out0, out1, top, total, count
 
 
@@ -477,11 +508,9 @@ def hopper_forward_kernel(
                 weights, out0, out1, top, total, count = _rest_of_tile(
                     q_tiles[qs * CONSUMERS + cid], k_tiles, k_full, k_empty, v_tiles, v_full,
                     v_empty, p_tiles[p_at], weights, out0, out1, top, total, count, i, begin,
-                    blocks,
-                    keys, queries, left, right, scale, columns, first_i + cid * 64, cid, CONSUMERS,
-                    BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, FLIPPED, PING_PONG,
-            P_SHARED, P_WIDE, LATE_WAIT,
-            DTYPE,
+                    blocks, keys, queries, left, right, scale, columns, first_i + cid * 64, cid,
+                    CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, FLIPPED, PING_PONG,
+                    P_SHARED, P_WIDE, LATE_WAIT, DTYPE,
                 )  # fmt: skip
                 # The next tile's first block, while this tile's last product runs.
                 if not KEEP_Q:
@@ -506,10 +535,8 @@ def hopper_forward_kernel(
                     q_tiles[qs * CONSUMERS + cid], k_tiles[st], k_full[st], k_empty[st],
                     (count // STAGES) & 1, v_tiles[before], v_full[before], v_empty[before],
                     ((count - 1) // STAGES) & 1, p_tiles[p_at], weights, out0, out1, nothing,
-                    zero, seen,
-                    scale, cid, CONSUMERS, BLOCK_K, PIECES, WINDOW, True, FLIPPED, PING_PONG,
-                    P_SHARED, P_WIDE, LATE_WAIT,
-            DTYPE,
+                    zero, seen, scale, cid, CONSUMERS, BLOCK_K, PIECES, WINDOW, True, FLIPPED,
+                    PING_PONG, P_SHARED, P_WIDE, LATE_WAIT, DTYPE,
                 )  # fmt: skip
                 count += 1
                 _finish(
@@ -523,11 +550,9 @@ def hopper_forward_kernel(
             weights, out0, out1, top, total, count = _rest_of_tile(
                 q_tiles[qs * CONSUMERS + cid], k_tiles, k_full, k_empty, v_tiles, v_full,
                 v_empty, p_tiles[p_at], weights, out0, out1, top, total, count, i, begin,
-                    blocks, keys,
-                queries, left, right, scale, columns, first_i + cid * 64, cid, CONSUMERS,
-                BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, FLIPPED, PING_PONG,
-            P_SHARED, P_WIDE, LATE_WAIT,
-            DTYPE,
+                blocks, keys, queries, left, right, scale, columns, first_i + cid * 64, cid,
+                CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, FLIPPED, PING_PONG,
+                P_SHARED, P_WIDE, LATE_WAIT, DTYPE,
             )  # fmt: skip
             before = (count - 1) % STAGES
             tlx.barrier_wait(v_full[before], ((count - 1) // STAGES) & 1)

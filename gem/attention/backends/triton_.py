@@ -131,21 +131,14 @@ def _fills_tiles(rows: float, block: int) -> bool:
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse; see `gem.attention.backends`."""
     q, k, v = (_readable(x) for x in (q, k, v))
-    broadcast = call.form == "broadcast"
-    shape = (call.k_lengths.shape[0], *q.shape) if broadcast else q.shape
-    out = torch.empty(shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(shape[:-1], dtype=torch.float32, device=q.device)
-    if not broadcast:
-        covered = int(call.q_lengths.sum())
-        out[covered:] = 0
-        lse[covered:] = -torch.inf
+    out, lse = results(call, q)
     block_d = _block_d(call)
     tiles = forward_tiles(block_d, mean_queries(call, q), mean(call.k_lengths))
     tiles = tiles.fitted("queries", block_d, _shared_memory(q.device))
     table = schedule.schedule(
         "query_tiles",
         call.k_lengths,
-        q.shape[0] if broadcast else call.q_lengths,
+        queries_of(call, q),
         call.left,
         call.right,
         tiles.queries,
@@ -158,7 +151,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
         *(call.scale * LOG2_E, call.left or 0, call.right or 0, q.shape[0]),
         *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
         **_constants(call, tiles, block_d),
-        BROADCAST=broadcast,
+        BROADCAST=call.form == "broadcast",
         HAS_LEFT=call.left is not None,
         HAS_RIGHT=call.right is not None,
         FLIPPED=call.scale < 0,
@@ -259,7 +252,7 @@ class _Backward:
 
     def _table(self, kind: str, block: int) -> Tensor:
         call = self.call
-        queries = self.q.shape[0] if self.broadcast else call.q_lengths
+        queries = queries_of(call, self.q)
         return schedule.schedule(
             kind, call.k_lengths, queries, call.left, call.right, block, self.q.device
         )
@@ -340,7 +333,7 @@ class _Backward:
 
     def _segments(self, programs_per_worker: int) -> schedule.Segments:
         """For as many workers as the device holds at once."""
-        workers = max(1, PROGRAMS * _processors(self.q.device) // programs_per_worker)
+        workers = max(1, PROGRAMS * processors(self.q.device) // programs_per_worker)
         return schedule.schedule("key_segments", self.call.k_lengths, workers, self.q.device)
 
     def _partial(self, segments: schedule.Segments) -> Tensor:
@@ -369,6 +362,24 @@ def _constants(call: Call, tiles: Tiles, block_d: int) -> dict[str, int]:
         "STAGES": tiles.stages,
         "num_warps": tiles.warps,
     }
+
+
+def results(call: Call, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for out and lse, written only where rows lie past the last sample."""
+    broadcast = call.form == "broadcast"
+    shape = (call.k_lengths.shape[0], *q.shape) if broadcast else q.shape
+    out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(shape[:-1], dtype=torch.float32, device=q.device)
+    if not broadcast:
+        covered = int(call.q_lengths.sum())
+        out[covered:] = 0
+        lse[covered:] = -torch.inf
+    return out, lse
+
+
+def queries_of(call: Call, q: Tensor) -> Tensor | int:
+    """Queries of each sample, or of every one, as schedules take them."""
+    return q.shape[0] if call.form == "broadcast" else call.q_lengths
 
 
 def mean_queries(call: Call, q: Tensor) -> float:
@@ -429,7 +440,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     """Streaming multiprocessors of the device."""
     if device.type == "cpu":
         return 4

@@ -4,30 +4,9 @@ import dataclasses
 
 import torch
 
-from gem.attention.backends import Call, tlx_
+from gem.attention.backends import tlx_
 from gem.attention.simulator import simulated
-from gem.attention.testing import random_problem, reference
-
-
-def call_of(problem):
-    left, right = problem.sides
-    q_layout, k_layout = problem.q_layout, problem.k_layout
-    return Call(
-        form="broadcast" if q_layout is None else "jagged",
-        direction="forward",
-        device=problem.q.device,
-        dtype=problem.q.dtype,
-        heads=problem.q.shape[1],
-        kv_heads=problem.k.shape[1],
-        head_dim=problem.q.shape[2],
-        scale=problem.factor,
-        left=left,
-        right=right,
-        q_offsets=q_layout and q_layout.offsets,
-        q_lengths=q_layout and q_layout.lengths,
-        k_offsets=k_layout.offsets,
-        k_lengths=k_layout.lengths,
-    )
+from gem.attention.testing import call_of, random_problem, reference
 
 
 def problem_of(rng, dim=None, q_lengths=None, k_lengths=None):
