@@ -20,7 +20,7 @@ SHAPES = {
         Shape(3, 64, 6, 2, 160),
         Shape(4, 64, 6, 1, 112),
         Shape(2, 128, 4, 2, 240),
-        Shape(3, 64, 6, 1, 160, keep_q=True, late_wait=True),
+        Shape(3, 64, 6, 1, 160, keep_q=True),
     ],
     128: [
         Shape(1, 64, 5, 2, 232),
@@ -29,9 +29,9 @@ SHAPES = {
         Shape(2, 128, 2, 2, 240),
         Shape(2, 128, 2, 1, 240, ping_pong=True),
         Shape(3, 64, 4, 1, 160),
-        Shape(3, 64, 4, 1, 160, keep_q=True, late_wait=True),
-        Shape(2, 128, 2, 1, 240, keep_q=True, late_wait=True),
-        Shape(2, 64, 4, 1, 240, p_wide=True, late_wait=True),
+        Shape(3, 64, 4, 1, 160, keep_q=True),
+        Shape(2, 128, 2, 1, 240, keep_q=True),
+        Shape(2, 64, 4, 1, 240, p_wide=True),
     ],
 }
 ALL_SHAPES = [(dim, shape) for dim, shapes in SHAPES.items() for shape in shapes]

@@ -47,7 +47,6 @@ class Shape:
         ping_pong: whether consumers issue their products in turns.
         p_wide: whether probabilities are carried to the next step in float32: more registers, but
             16-bit halves would have to be joined again.
-        late_wait: whether the wait for a product is kept behind the exponentials beside it.
         keep_q: whether CTAs keep their queries from sample to sample, in broadcast attention where
             at most a twentieth of the multiprocessors is left out by it.
     """
@@ -59,7 +58,6 @@ class Shape:
     registers: int
     ping_pong: bool = False
     p_wide: bool = False
-    late_wait: bool = False
     keep_q: bool = False
 
 
@@ -154,7 +152,6 @@ def launch(
             PING_PONG=shape.ping_pong,
             P_SHARED=p_shared,
             P_WIDE=shape.p_wide,
-            LATE_WAIT=shape.late_wait,
             num_warps=4,
             # Triton would ask for one register too many where there is one consumer.
             **({"maxnreg": 248} if shape.consumers == 1 else {}),

@@ -156,14 +156,9 @@ def _step(
     PING_PONG: tl.constexpr,
     P_SHARED: tl.constexpr,
     P_WIDE: tl.constexpr,
-    LATE_WAIT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Scores of a block and, meanwhile, the output of the block before, whose probabilities p has.
-
-    The assembler moves the wait for the output up to where it waits for something anyway, which is
-    before all exponentials: they would no longer run beside the product. LATE_WAIT stops it with a
-    branch, that of a wait for a barrier.
 
     Returns (weights, out0, out1, top, total, shrink); the output is that of before, not yet shrunk.
     """
@@ -185,8 +180,6 @@ def _step(
         top, total, weights, shrink = _masked(s, seen, top, total, scale, WINDOW)
     else:
         top, total, weights, shrink = _full(s, top, total, scale, FLIPPED)
-    if LATE_WAIT:  # this barrier has been passed already
-        tlx.barrier_wait(v_full, v_phase)
     out0 = tlx.async_dot_wait(0, out0)
     if PIECES == 2:
         out1 = tlx.async_dot_wait(0, out1)
@@ -235,7 +228,6 @@ def _steps(
     PING_PONG: tl.constexpr,
     P_SHARED: tl.constexpr,
     P_WIDE: tl.constexpr,
-    LATE_WAIT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """The steps from x_begin to x_end of a tile; step x has the block x before the last."""
@@ -250,7 +242,7 @@ def _steps(
             q_tile, k_tiles[st], k_full[st], k_empty[st], (count // STAGES) & 1,
             v_tiles[before], v_full[before], v_empty[before], ((count - 1) // STAGES) & 1,
             p_tile, weights, out0, out1, top, total, seen, scale, cid, CONSUMERS, BLOCK_K, PIECES,
-            HAS_LEFT or HAS_RIGHT, MASKED, FLIPPED, PING_PONG, P_SHARED, P_WIDE, LATE_WAIT, DTYPE,
+            HAS_LEFT or HAS_RIGHT, MASKED, FLIPPED, PING_PONG, P_SHARED, P_WIDE, DTYPE,
         )  # fmt: skip
         out0 = out0 * shrink[:, None]
         if PIECES == 2:
@@ -296,7 +288,6 @@ def _rest_of_tile(
     PING_PONG: tl.constexpr,
     P_SHARED: tl.constexpr,
     P_WIDE: tl.constexpr,
-    LATE_WAIT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """All steps of a tile but the first: those at an edge of the window masked, the others not."""
@@ -315,20 +306,20 @@ def _rest_of_tile(
             1, full_from, q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, p_tile,
             weights, out0, out1, top, total, count, i, begin, blocks, keys, queries, left, right,
             scale, columns, cid, CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, True,
-            FLIPPED, PING_PONG, P_SHARED, P_WIDE, LATE_WAIT, DTYPE,
+            FLIPPED, PING_PONG, P_SHARED, P_WIDE, DTYPE,
         )  # fmt: skip
     weights, out0, out1, top, total, count = _steps(
         full_from, full_to, q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, p_tile,
         weights, out0, out1, top, total, count, i, begin, blocks, keys, queries, left, right,
         scale, columns, cid, CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, False,
-        FLIPPED, PING_PONG, P_SHARED, P_WIDE, LATE_WAIT, DTYPE,
+        FLIPPED, PING_PONG, P_SHARED, P_WIDE, DTYPE,
     )  # fmt: skip
     if HAS_LEFT:
         weights, out0, out1, top, total, count = _steps(
             full_to, blocks, q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, p_tile,
             weights, out0, out1, top, total, count, i, begin, blocks, keys, queries, left, right,
             scale, columns, cid, CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, True,
-            FLIPPED, PING_PONG, P_SHARED, P_WIDE, LATE_WAIT, DTYPE,
+            FLIPPED, PING_PONG, P_SHARED, P_WIDE, DTYPE,
         )  # fmt: skip
     return weights, out0, out1, top, total, count
 
@@ -400,7 +391,6 @@ def hopper_forward_kernel(
     PING_PONG: tl.constexpr,
     P_SHARED: tl.constexpr,
     P_WIDE: tl.constexpr,
-    LATE_WAIT: tl.constexpr,
 ):
     """out and lse of all tiles. `scale` holds log2(e) too; FLIPPED says that it is negative.
 
@@ -510,7 +500,7 @@ def hopper_forward_kernel(
                     v_empty, p_tiles[p_at], weights, out0, out1, top, total, count, i, begin,
                     blocks, keys, queries, left, right, scale, columns, first_i + cid * 64, cid,
                     CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, FLIPPED, PING_PONG,
-                    P_SHARED, P_WIDE, LATE_WAIT, DTYPE,
+                    P_SHARED, P_WIDE, DTYPE,
                 )  # fmt: skip
                 # The next tile's first block, while this tile's last product runs.
                 if not KEEP_Q:
@@ -536,7 +526,7 @@ def hopper_forward_kernel(
                     (count // STAGES) & 1, v_tiles[before], v_full[before], v_empty[before],
                     ((count - 1) // STAGES) & 1, p_tiles[p_at], weights, out0, out1, nothing,
                     zero, seen, scale, cid, CONSUMERS, BLOCK_K, PIECES, WINDOW, True, FLIPPED,
-                    PING_PONG, P_SHARED, P_WIDE, LATE_WAIT, DTYPE,
+                    PING_PONG, P_SHARED, P_WIDE, DTYPE,
                 )  # fmt: skip
                 count += 1
                 _finish(
@@ -552,7 +542,7 @@ def hopper_forward_kernel(
                 v_empty, p_tiles[p_at], weights, out0, out1, top, total, count, i, begin,
                 blocks, keys, queries, left, right, scale, columns, first_i + cid * 64, cid,
                 CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, FLIPPED, PING_PONG,
-                P_SHARED, P_WIDE, LATE_WAIT, DTYPE,
+                P_SHARED, P_WIDE, DTYPE,
             )  # fmt: skip
             before = (count - 1) % STAGES
             tlx.barrier_wait(v_full[before], ((count - 1) // STAGES) & 1)
