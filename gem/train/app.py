@@ -15,6 +15,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from gem import env
+from gem.attention import backends
 from gem.config import Config, Mode
 from gem.data.loader import Loader, make_loaders
 from gem.model.gem import Gem
@@ -118,6 +119,7 @@ class _Run:
 
     def go(self) -> float | None:
         self.console.print(env.short_report(), markup=False)
+        self._check_backend()
         if self.config.mode is Mode.train:
             return self.train()
         checkpoint = find_checkpoint(self.config.ckpt, prefer="best")
@@ -134,6 +136,26 @@ class _Run:
             meta = read_meta(checkpoint)
             self._test(model, loader, meta["step"], meta["progress"])
         return None
+
+    def _check_backend(self) -> None:
+        """Raises ValueError where the backend cannot serve this run, before the data are made."""
+        model, backend = self.config.model, self.config.attention.backend
+        if backend == "auto" or not model.use_sequences or not self.config.data.schema.sequences:
+            return
+        if backend not in backends.names():
+            raise ValueError(f"attention.backend={backend} is not one of {backends.names()}")
+        call = backends.Call(
+            form="jagged",
+            direction="forward",
+            device=self.ranks.device,
+            dtype=self._precision,
+            heads=model.heads,
+            kv_heads=model.heads,
+            head_dim=model.d_model // model.heads,
+            deterministic=self.config.attention.deterministic,
+        )
+        if (reason := backends.unsupported(backend, call)) is not None:
+            raise ValueError(f"attention.backend={backend} cannot serve this run: {reason}")
 
     def train(self) -> float | None:
         if self.resumed is not None:

@@ -225,6 +225,16 @@ def test_an_error_in_the_data_is_one_sentence(cache, tmp_path):
     assert "none" in done.stderr
 
 
+@pytest.mark.parametrize("backend", ["triton", "tlx", "nope"])
+def test_a_backend_that_cannot_serve_the_run_is_named_before_the_data_are_made(
+    train, tmp_path, monkeypatch, backend
+):
+    monkeypatch.setattr("gem.train.app.make_loaders", lambda *args, **kwargs: pytest.fail("data"))
+    with pytest.raises(ValueError, match=f"attention.backend={backend} (cannot serve|is not one)"):
+        train(f"attention.backend={backend}")
+    assert not (tmp_path / "run").exists()
+
+
 def test_one_stamp_for_all_ranks(two_ranks):
     first, second = two_ranks(_stamp)
     assert first == second
