@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -80,14 +81,23 @@ def find_blocks(
     return Blocks(rows, columns, full, (q_blocks, k_blocks))
 
 
-def lists(keys: np.ndarray, values: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
-    """Values by key: counts `[groups]` and, padded with 0, values `[groups, most]`; int32."""
+def lists(
+    keys: np.ndarray, values: np.ndarray, chosen: np.ndarray, groups: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Values by key, first those not chosen, then those chosen (bool, one per value).
+
+    Counts `[groups]` and, padded with 0, values `[groups, width]`; int32. The width is that of the
+    longest list of either: the kernels of torch 2.11 walk both tables by the strides of the first.
+    """
     order = np.lexsort((values, keys))
-    keys, values = keys[order], values[order]
-    counts = np.bincount(keys, minlength=groups)
-    table = np.zeros((groups, max(1, int(counts.max(initial=0)))), np.int32)
-    table[keys, np.arange(len(keys)) - (counts.cumsum() - counts)[keys]] = values
-    return counts.astype(np.int32), table
+    keys, values, chosen = keys[order], values[order], chosen[order]
+    parts = [(keys[part], values[part]) for part in (~chosen, chosen)]
+    counts = [np.bincount(k, minlength=groups) for k, _ in parts]
+    width = max(1, *(int(c.max(initial=0)) for c in counts))
+    for (k, v), count in zip(parts, counts, strict=True):
+        table = np.zeros((groups, width), np.int32)
+        table[k, np.arange(len(k)) - (count.cumsum() - count)[k]] = v
+        yield count.astype(np.int32), table
 
 
 def block_mask(
@@ -98,9 +108,8 @@ def block_mask(
         (blocks.rows, blocks.columns, blocks.shape[0]),
         (blocks.columns, blocks.rows, blocks.shape[1]),
     ):
-        for chosen in (~blocks.full, blocks.full):
-            counts, table = lists(by[chosen], of[chosen], groups)
-            tensors += [torch.from_numpy(x).to(device)[None, None] for x in (counts, table)]
+        for pair in lists(by, of, blocks.full, groups):
+            tensors += [torch.from_numpy(x).to(device)[None, None] for x in pair]
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
     names += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
     return BlockMask(
@@ -137,11 +146,12 @@ def document_mask(q_sample: Tensor, k_sample: Tensor, left: int | None, right: i
 def compiled():
     import torch._dynamo
 
-    # One compilation per row where the lengths do not become symbolic.
+    # One compilation per row. With symbolic lengths the kernels would know less, and the backward
+    # would be compiled before it is known that it runs more than once, which it would then refuse.
     for name in ("recompile_limit", "cache_size_limit"):
         if hasattr(torch._dynamo.config, name):
             setattr(torch._dynamo.config, name, 256)
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, dynamic=False)
 
 
 class FlexRoute(AutogradRoute):

@@ -98,17 +98,19 @@ def _check_blocks(blocks, q_lengths, k_lengths, left, right, block):
     assert listed[mask].all()
     made = block_mask(blocks, mask.shape, lambda b, h, i, j: i == j, CPU, block)
     assert int(made.kv_num_blocks.sum() + made.full_kv_num_blocks.sum()) == len(blocks.rows)
-    by_row, by_column = set(), set()
-    for row in range(blocks.shape[0]):
-        count = int(made.kv_num_blocks[0, 0, row])
-        by_row |= {(row, int(c)) for c in made.kv_indices[0, 0, row, :count]}
-    for column in range(blocks.shape[1]):
-        count = int(made.q_num_blocks[0, 0, column])
-        by_column |= {(int(r), column) for r in made.q_indices[0, 0, column, :count]}
-    partial = ~blocks.full
-    assert (
-        by_row == by_column == set(zip(blocks.rows[partial], blocks.columns[partial], strict=True))
-    )
+    for part, prefix in ((~blocks.full, ""), (blocks.full, "full_")):
+        pairs = set(zip(blocks.rows[part], blocks.columns[part], strict=True))
+        assert _walk(made, prefix, "kv") == pairs
+        assert {(row, column) for column, row in _walk(made, prefix, "q")} == pairs
+
+
+def _walk(made, prefix, side):
+    """The pairs of a table as a kernel reads them: by the strides of the table without prefix."""
+    step = getattr(made, f"{side}_indices").stride(2)
+    flat = getattr(made, f"{prefix}{side}_indices").flatten()
+    counts = getattr(made, f"{prefix}{side}_num_blocks")[0, 0].tolist()
+    assert len(flat) == step * len(counts)
+    return {(i, int(j)) for i, n in enumerate(counts) for j in flat[i * step : i * step + n]}
 
 
 class Wrong(AutogradRoute):
