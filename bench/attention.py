@@ -29,7 +29,7 @@ from bench.inputs import fresh_seed
 from bench.peers import contenders as all_contenders
 from bench.results_file import ResultsFile, read
 from bench.roofline import measure_ceilings
-from bench.row import PASSES, DeviceLost, Outcome, measure_row, summarise
+from bench.row import PASSES, DeviceLost, Measured, Outcome, measure_row, summarise
 from bench.shapes import SHAPES, Row, choose, load
 from bench.timing import short_reason, side_stream
 
@@ -159,7 +159,7 @@ def run(args: argparse.Namespace, command: str) -> int:
             passes = passes_left(row)
             seed = fresh_seed() if args.seed is None else args.seed
             try:
-                outcomes, yardstick, sets = measure_row(
+                measured = measure_row(
                     row,
                     chosen,
                     passes,
@@ -180,12 +180,13 @@ def run(args: argparse.Namespace, command: str) -> int:
                 continue
             ours = [c.name for c in chosen if c.ours]
             entries = [
-                summarise(row, p, outcomes[p], yardstick, ceilings, ours, dtype)
+                summarise(row, p, measured.outcomes[p], measured.yardstick, ceilings, ours, dtype)
                 | {
                     "deterministic": args.deterministic,
                     "contenders": args.contenders,
                     "seed": seed,
-                    "input_sets": sets,
+                    "input_sets": measured.input_sets,
+                    "judge_s": round(measured.judge_s / len(passes), 2),
                 }
                 for p in passes
             ]
@@ -195,7 +196,8 @@ def run(args: argparse.Namespace, command: str) -> int:
             took.append(now - elapsed)
             print(f"[{i + 1}/{len(todo)}] {row.name} ({took[-1]:.0f} s, at {now:.0f} s)")
             for p, entry in zip(passes, entries, strict=True):
-                print(f"  {progress(p, outcomes[p], entry['ratio'])}", flush=True)
+                print(f"  {progress(p, measured.outcomes[p], entry['ratio'])}")
+            print(f"  {costs(measured)}", flush=True)
     if left:
         print(f"{len(left)} rows left: {' '.join(row.name for row in left)}")
     print(f"{args.out.name}: {'complete' if results.complete else 'not complete'}")
@@ -209,7 +211,7 @@ def progress(direction: str, outcomes: dict[str, Outcome], ratio: float | None) 
     parts = []
     for name, outcome in outcomes.items():
         if outcome.timing is not None:
-            mark = {"graph": "", "wall": "", "profiler": "~"}[outcome.timing.timer]
+            mark = {"graph": "", "wall": "", "profiler": "~", "events": "<"}[outcome.timing.timer]
             parts.append(f"{name} {mark}{outcome.timing.ms:.3f}")
         elif outcome.compared is not None:
             parts.append(f"{name} BROKEN")
@@ -218,6 +220,16 @@ def progress(direction: str, outcomes: dict[str, Outcome], ratio: float | None) 
         line += f" x{ratio:.2f}"
     skipped = [n for n, o in outcomes.items() if o.skipped is not None]
     return f"{line} | no {','.join(skipped)}" if skipped else line
+
+
+def costs(measured: Measured) -> str:
+    """One short line: wall seconds of the judge and of each contender, both passes together."""
+    total = {"judge": measured.judge_s}
+    for outcomes in measured.outcomes.values():
+        for name, outcome in outcomes.items():
+            if outcome.cost_s:
+                total[name] = total.get(name, 0.0) + outcome.cost_s
+    return "cost s: " + " ".join(f"{name} {seconds:.1f}" for name, seconds in total.items())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

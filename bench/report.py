@@ -35,11 +35,12 @@ def columns(rows: Iterable[dict]) -> list[str]:
 
 
 def cells(entry: dict, names: Iterable[str]) -> dict[str, str]:
-    """By contender "ms/TFLOP/s", "broken (ratio)" or "-"."""
+    """By contender "ms/TFLOP/s", "broken (ratio)" or "-"; a "<" before an upper bound."""
     texts = {}
     for name in names:
         if name in entry["ms"]:
-            texts[name] = f"{entry['ms'][name]:.3f}/{entry['tflops'][name]:.0f}"
+            bound = "<" if entry["timer"][name] == "events" else ""
+            texts[name] = f"{bound}{entry['ms'][name]:.3f}/{entry['tflops'][name]:.0f}"
         elif name in entry["broken"]:
             texts[name] = f"broken ({number(entry['broken'][name], '{:.1f}')})"
         else:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -14,7 +15,7 @@ from bench.inputs import make_problems
 from bench.peers.base import Contender, Route, Unavailable
 from bench.roofline import roofline_ms
 from bench.shapes import Row
-from bench.timing import Timing, measure, short_reason, with_peak
+from bench.timing import Timing, is_slow, measure, short_reason, synchronize, with_peak
 from gem.attention.testing import Comparison, Judge
 
 PASSES = ("forward", "backward")
@@ -38,6 +39,7 @@ class Outcome:
         compared: each result beside the yardstick.
         timing, peak_gib: None where the rule is broken.
         route: the label of its fastest route.
+        cost_s: wall seconds that all its routes took: to build, compile, check and time.
     """
 
     skipped: str | None = None
@@ -45,6 +47,7 @@ class Outcome:
     timing: Timing | None = None
     peak_gib: float | None = None
     route: str = ""
+    cost_s: float = 0.0
 
     @property
     def holds(self) -> bool:
@@ -63,6 +66,23 @@ class Outcome:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What became of a row.
+
+    Attributes:
+        outcomes: by pass and contender.
+        yardstick: its errors by tensor, each (by maximum, by root mean square).
+        input_sets: how many take turns in fast calls.
+        judge_s: wall seconds of the data, the reference and the yardstick.
+    """
+
+    outcomes: dict[str, dict[str, Outcome]]
+    yardstick: dict[str, tuple[float, float]]
+    input_sets: int
+    judge_s: float
+
+
 def measure_row(
     row: Row,
     contenders: Sequence[Contender],
@@ -73,8 +93,8 @@ def measure_row(
     seed: int,
     min_ms: float,
     faults: dict[tuple[str, str], str] | None = None,
-) -> tuple[dict[str, dict[str, Outcome]], dict[str, tuple[float, float]], int]:
-    """Outcomes by pass and contender, the yardstick's errors, and the number of input sets.
+) -> Measured:
+    """Checks and times every contender on one row.
 
     Args:
         faults: reasons not to run a (contender, pass), from an earlier run that it ended.
@@ -82,20 +102,23 @@ def measure_row(
     Raises:
         DeviceLost: if the GPU does not answer after a contender.
     """
+    began = time.perf_counter()
     l2 = 0
     if device.type == "cuda":
         l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 60 * 2**20
     problems = make_problems(row, dtype, device, seed, l2)
     judge = Judge(problems[0], gradients="backward" in passes)
+    synchronize(device)
+    judge_s = time.perf_counter() - began
     outcomes: dict[str, dict[str, Outcome]] = {p: {} for p in passes}
     for contender in contenders:
-        found = _run(contender, problems, passes, judge, min_ms, faults or {})
+        found = run_contender(contender, problems, passes, judge, min_ms, faults or {})
         for direction, outcome in found.items():
             outcomes[direction][contender.name] = outcome
-    return outcomes, judge.yardstick, len(problems)
+    return Measured(outcomes, judge.yardstick, len(problems), judge_s)
 
 
-def _run(
+def run_contender(
     contender: Contender,
     problems: list,
     passes: Iterable[str],
@@ -104,6 +127,7 @@ def _run(
     faults: dict[tuple[str, str], str],
 ) -> dict[str, Outcome]:
     """Each pass by the fastest of the contender's routes that obeys the rule."""
+    clock = _Clock(passes)
     try:
         builders = contender.routes(problems)
     except Unavailable as reason:
@@ -132,10 +156,28 @@ def _run(
                 gc.collect()
                 _check_device(problems[0].q.device, contender.name, direction)
             tried[direction].append(outcome)
+            clock.charge(direction)
         del routes
         if problems[0].q.device.type == "cuda":
             torch.cuda.empty_cache()
-    return {direction: best(outcomes) for direction, outcomes in tried.items()}
+    return {
+        direction: dataclasses.replace(best(outcomes), cost_s=clock.seconds[direction])
+        for direction, outcomes in tried.items()
+    }
+
+
+class _Clock:
+    """Wall seconds by pass; what both share (imports, building) counts for the first that runs."""
+
+    def __init__(self, passes: Iterable[str]) -> None:
+        self.seconds = dict.fromkeys(passes, 0.0)
+        self.last = time.perf_counter()
+
+    def charge(self, direction: str) -> None:
+        """All that passed since the last charge."""
+        now = time.perf_counter()
+        self.seconds[direction] += now - self.last
+        self.last = now
 
 
 def best(outcomes: Sequence[Outcome]) -> Outcome:
@@ -150,27 +192,30 @@ def best(outcomes: Sequence[Outcome]) -> Outcome:
 def _time_route(
     routes: list[Route], direction: str, label: str, judge: Judge, min_ms: float
 ) -> Outcome:
-    device = routes[0].problem.q.device
-    if direction == "forward":
-        calls: list[Callable] = [route.forward for route in routes]
-        result, peak, seconds = with_peak(calls[0], device)
-        compared = judge.compare({"out": result})
-    else:
-        for route in routes:
-            route.prepare_backward()
-        calls = [route.backward for route in routes]
-        result, peak, seconds = with_peak(calls[0], device)
-        compared = judge.compare(dict(zip(GRADIENTS, result, strict=True)))
-    del result
+    device, forward = routes[0].problem.q.device, direction == "forward"
     try:
+        if forward:
+            result, peak, first = with_peak(routes[0].first_forward, device)
+            compared = judge.compare({"out": result})
+        else:
+            routes[0].prepare_backward()
+            result, peak, first = with_peak(routes[0].backward, device)
+            compared = judge.compare(dict(zip(GRADIENTS, result, strict=True)))
+        del result
         if not all(c.ratio <= 1 for c in compared.values()):
             return Outcome(compared=compared, route=label)
-        first = None if routes[0].compiles else seconds
-        timing = measure(calls, device, min_ms, first_seconds=first)
+        known = None if routes[0].compiles else first
+        used = routes[:1] if is_slow(known) else routes
+        if not forward:
+            for route in used[1:]:
+                route.prepare_backward()
+        calls: list[Callable] = [route.forward if forward else route.backward for route in used]
+        timing = measure(calls, device, min_ms, known)
         return Outcome(compared=compared, timing=timing, peak_gib=peak, route=label)
     finally:
-        for route in routes:
-            route.release()
+        if not forward:
+            for route in routes:
+                route.release()
 
 
 def _check_device(device: torch.device, contender: str, direction: str) -> None:
@@ -225,6 +270,7 @@ def summarise(
         "tflops": {n: flops / t / 1e9 for n, t in ms.items()},
         "host_us": {n: o.timing.host_us for n, o in timed.items()},
         "timer": {n: o.timing.timer for n, o in timed.items()},
+        "cost_s": {n: round(o.cost_s, 2) for n, o in outcomes.items() if o.cost_s},
         "peak_gib": {n: o.peak_gib for n, o in timed.items() if o.peak_gib is not None},
         "routes": {n: o.route for n, o in timed.items() if o.route},
         "notes": {n: o.timing.note for n, o in timed.items() if o.timing.note},

@@ -2,7 +2,9 @@
 
 Time is that of the GPU alone: a CUDA graph of the calls is replayed between two events, or, where a
 call cannot be captured (it copies to the host, say), the durations of its kernels are summed from
-the profiler. Launching from the host never counts; it has its own figure.
+the profiler. Launching from the host does not count; it has its own figure. A call that took more
+than ONE_CALL seconds with nothing to set up is not run again for that: the time between events
+around it stands, which is an upper bound, since the GPU may have waited for the host.
 
 Everything runs on one side stream, since autograd runs a backward on its forward's stream and a
 capture may not touch the default one.
@@ -26,6 +28,9 @@ Result = TypeVar("Result")
 
 GRAPH_SECONDS = 1e-3  # a graph holds calls for about so long, so that its launch does not count
 MAX_CALLS = 32
+MAX_SECONDS = 1.0  # of repeats of one contender, about; one always runs
+ONE_SET = 0.1  # seconds: a longer call runs on one input set
+ONE_CALL = 0.5  # seconds: a longer call need not run again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +38,32 @@ class Timing:
     """One contender's figures.
 
     Attributes:
-        ms: GPU milliseconds of one call, the median over its repeats.
-        timer: "graph", "profiler" or (on a CPU) "wall".
+        ms: GPU milliseconds of one call, the median over its repeats; by "events" at most so many.
+        timer: "graph", "profiler", "events" or (on a CPU) "wall".
         host_us: microseconds until a call has been launched, without waiting for it.
-        note: why no graph could be captured, where that is so.
+        note: why it is not the time of a graph, where that is so.
     """
 
     ms: float
     timer: str
     host_us: float
     note: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Seconds of one call: until it returned, and until its work was done.
+
+    The latter lie between events around the call, or are those of the clock on a CPU.
+    """
+
+    host: float
+    done: float
+
+
+def is_slow(first: Launch | None) -> bool:
+    """Whether a call is known to be too slow for more than one input set."""
+    return first is not None and first.done > ONE_SET
 
 
 @contextlib.contextmanager
@@ -64,87 +85,88 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _launch(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Seconds until the call has returned, and until its work is done."""
-    synchronize(device)
+def _launch(call: Callable[[], Result], device: torch.device) -> tuple[Result, Launch]:
+    if device.type != "cuda":
+        began = time.perf_counter()
+        result = call()
+        seconds = time.perf_counter() - began
+        return result, Launch(seconds, seconds)
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    before.record()
     began = time.perf_counter()
-    call()
-    launched = time.perf_counter() - began
-    synchronize(device)
-    return launched, time.perf_counter() - began
+    result = call()
+    host = time.perf_counter() - began
+    after.record()
+    torch.cuda.synchronize(device)
+    return result, Launch(host, before.elapsed_time(after) * 1e-3)
 
 
 def with_peak(
     call: Callable[[], Result], device: torch.device
-) -> tuple[Result, float | None, float]:
+) -> tuple[Result, float | None, Launch]:
     """A call's result, the GiB that it allocates at its peak (None on a CPU), its seconds."""
-    began = time.perf_counter()
     if device.type != "cuda":
-        return call(), None, time.perf_counter() - began
+        result, launch = _launch(call, device)
+        return result, None, launch
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    began = time.perf_counter()
-    result = call()
-    torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - began
-    return result, (torch.cuda.max_memory_allocated(device) - before) / 2**30, seconds
+    result, launch = _launch(call, device)
+    return result, (torch.cuda.max_memory_allocated(device) - before) / 2**30, launch
 
 
 def measure(
     calls: Sequence[Callable[[], object]],
     device: torch.device,
     min_ms: float = 50.0,
-    max_seconds: float = 1.0,
-    first_seconds: float | None = None,
+    first: Launch | None = None,
 ) -> Timing:
     """Times calls that do the same work on different inputs, one after the other.
 
-    What a first call sets up is done before; a call of more than `max_seconds` runs twice in all.
-    Repeats last at least `min_ms` in all, and about `max_seconds` at most (one repeat always runs).
-    `first_seconds` is what a first call took that had nothing to set up: if it was slow, it does.
+    What a first call sets up is done before. Repeats last at least `min_ms` in all, and about
+    MAX_SECONDS at most. `first` is of an earlier call that had nothing to set up: a slow one takes
+    the place of a warm-up, and one of more than ONE_CALL seconds is the measurement.
     """
-    if first_seconds is not None and first_seconds > max_seconds / 10:
-        launches = [(first_seconds, first_seconds)]
+    launches = [first if is_slow(first) else _launch(calls[0], device)[1]]
+    slow = is_slow(launches[0])
+    if slow:
+        calls = calls[:1]
     else:
-        launches = [_launch(calls[0], device)]
-    if launches[0][1] < max_seconds / 10:
-        launches += [_launch(calls[i % len(calls)], device) for i in range(1, max(5, len(calls)))]
-    host_us = statistics.median(host for host, _ in launches) * 1e6
-    estimate = min(total for _, total in launches)
-    if device.type != "cuda":
-        repeats = _repeats(estimate, min_ms, max_seconds)
-        times = [_launch(calls[i % len(calls)], device)[1] for i in range(repeats)]
+        more = range(1, max(5, len(calls)))
+        launches += [_launch(calls[i % len(calls)], device)[1] for i in more]
+    host_us = statistics.median(launch.host for launch in launches) * 1e6
+    estimate = min(launch.done for launch in launches)
+    on_gpu = device.type == "cuda"
+    if first is launches[0] and estimate > ONE_CALL:
+        note = "one call, with what the GPU waited for the host" if on_gpu else None
+        return Timing(estimate * 1e3, "events" if on_gpu else "wall", host_us, note)
+    if not on_gpu:
+        repeats = _repeats(estimate, min_ms)
+        times = [_launch(calls[i % len(calls)], device)[1].done for i in range(repeats)]
         return Timing(statistics.median(times) * 1e3, "wall", host_us)
     try:
-        ms = _by_graph(
-            calls if estimate < max_seconds / 10 else calls[:1],
-            device,
-            estimate,
-            min_ms,
-            max_seconds,
-        )
+        ms = _by_graph(calls, device, estimate if slow else None, min_ms)
     except Exception as error:  # noqa: BLE001 - any library may fail in its own way
         # What broke the capture comes before the capture's own complaint.
         note = short_reason(error.__context__ or error)
         error.__traceback__ = error.__context__ = None
     else:
         return Timing(ms, "graph", host_us)
-    repeats = min(100, _repeats(estimate, min_ms, max_seconds / 4))
+    repeats = min(100, _repeats(estimate, min_ms, MAX_SECONDS / 4))
     return Timing(_profiled(calls, repeats, device), "profiler", host_us, note)
 
 
 def _by_graph(
     calls: Sequence[Callable[[], object]],
     device: torch.device,
-    estimate: float,
+    estimate: float | None,
     min_ms: float,
-    max_seconds: float,
 ) -> float:
-    """Median milliseconds of one call, by replays of a graph of many."""
+    """Median milliseconds of one call, by replays of a graph: of many where none is estimated."""
     graph, count = capture(calls, device), len(calls)
     try:
-        if estimate < max_seconds / 10:
+        if estimate is None:
             replay = min(_replay_ms(graph, 3)[1:]) * 1e-3
             rounds = min(MAX_CALLS // count, math.ceil(GRAPH_SECONDS / max(replay, 1e-6)))
             if rounds > 1:
@@ -153,7 +175,7 @@ def _by_graph(
                 replay = min(_replay_ms(graph, 2)) * 1e-3
         else:
             replay = estimate
-        return statistics.median(_replay_ms(graph, _repeats(replay, min_ms, max_seconds))) / count
+        return statistics.median(_replay_ms(graph, _repeats(replay, min_ms))) / count
     finally:
         graph.reset()
 
@@ -188,7 +210,7 @@ def short_reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
 
 
-def _repeats(estimate: float, min_ms: float, max_seconds: float) -> int:
+def _repeats(estimate: float, min_ms: float, max_seconds: float = MAX_SECONDS) -> int:
     wanted = max(3, math.ceil(min_ms * 1e-3 / max(estimate, 1e-7)))
     return max(1, min(wanted, int(max_seconds / max(estimate, 1e-7))))
 

@@ -38,6 +38,10 @@ class Route:
         """out of the problem's `dout` shape. Timed."""
         raise NotImplementedError
 
+    def first_forward(self) -> Tensor:
+        """`forward`, once and before all else; it may keep what `prepare_backward` would make."""
+        return self.forward()
+
     def prepare_backward(self) -> None:
         """A forward that keeps what `backward` needs. Not timed."""
         raise NotImplementedError
@@ -47,7 +51,7 @@ class Route:
         raise NotImplementedError
 
     def release(self) -> None:
-        """Drops what `prepare_backward` kept."""
+        """Drops what `first_forward` and `prepare_backward` kept."""
 
 
 class AutogradRoute(Route):

@@ -1,6 +1,7 @@
 """The benchmark itself on a CPU: every route that runs there obeys the rule, and a run resumes."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -149,7 +150,7 @@ def test_a_contender_that_is_wrong_fails_or_is_missing_does_not_stop_the_row():
         Missing(),
         Made("mixed", {"bad": Failing, "wrong": Wrong, "good": math_route}),
     ]
-    outcomes, yardstick, sets = measure_row(
+    measured = measure_row(
         ROWS[0],
         chosen,
         ["forward", "backward"],
@@ -159,14 +160,17 @@ def test_a_contender_that_is_wrong_fails_or_is_missing_does_not_stop_the_row():
         min_ms=0.1,
         faults={("mixed", "backward"): "it took the GPU with it"},
     )
-    forward, backward = outcomes["forward"], outcomes["backward"]
-    assert sets == 1 and set(yardstick) == {"out", "lse", "dq", "dk", "dv"}
+    forward, backward = measured.outcomes["forward"], measured.outcomes["backward"]
+    assert measured.input_sets == 1 and measured.judge_s > 0
+    assert set(measured.yardstick) == {"out", "lse", "dq", "dk", "dv"}
     assert not forward["wrong"].holds and forward["wrong"].timing is None
     assert forward["wrong"].error_ratio > 2 and not backward["wrong"].holds
     assert forward["failing"].skipped == backward["failing"].skipped == "RuntimeError: first line"
     assert forward["missing"].skipped == "not installed"
     assert forward["mixed"].route == "good" and forward["mixed"].timing.timer == "wall"
     assert backward["mixed"].skipped == "it took the GPU with it"
+    assert forward["mixed"].cost_s > forward["mixed"].timing.ms * 1e-3
+    assert forward["failing"].cost_s > 0
 
 
 def test_input_sets_differ_and_fill_twice_the_cache():
@@ -204,8 +208,12 @@ def test_a_run_measures_every_row_and_resumes(tmp_path, capsys, monkeypatch):
         assert r["skipped"]["fa3"] == "needs a CUDA device"
         assert set(r["timer"].values()) == {"wall"} and r["error_ratio"] < 2.1
         assert set(r["errors"]) == ({"out"} if r["pass"] == "forward" else {"dq", "dk", "dv"})
+        assert set(r["cost_s"]) == {"torch", "sdpa_padded"} and r["judge_s"] > 0
+        assert r["cost_s"]["torch"] >= 0.01
     assert data["machine"]["torch"] == torch.__version__
-    assert "dense, backward" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "dense, backward" in printed
+    assert re.search(r"\n  cost s: judge \d+\.\d sdpa_padded \d+\.\d torch \d+\.\d\n", printed)
     # The data are fresh, unless a seed is given.
     assert len({r["seed"] for r in data["rows"]}) > 1
 

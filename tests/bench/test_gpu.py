@@ -31,7 +31,7 @@ ROWS = [
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_contender_obeys_the_rule(name, row):
     with side_stream(GPU):
-        outcomes, _, _ = measure_row(
+        measured = measure_row(
             row,
             [contenders()[name]],
             ["forward", "backward"],
@@ -40,7 +40,7 @@ def test_a_contender_obeys_the_rule(name, row):
             seed=torch.Generator().seed() % 2**48,
             min_ms=0.5,
         )
-    found = {direction: by_name[name] for direction, by_name in outcomes.items()}
+    found = {direction: by_name[name] for direction, by_name in measured.outcomes.items()}
     if reasons := {d: o.skipped for d, o in found.items() if o.skipped}:
         pytest.skip(str(reasons))
     for direction, outcome in found.items():
@@ -48,12 +48,34 @@ def test_a_contender_obeys_the_rule(name, row):
         assert outcome.timing.ms > 0 and outcome.timing.host_us > 0
 
 
-def test_a_graph_and_the_profiler_agree():
+def test_flex_serves_rows_of_other_lengths_one_after_the_other():
+    """Where its first row made a later one fail, the test above would skip it."""
+    rows = [Row("self", str(n), 5, 2, 64, n, 2, density=0.5) for n in (300, 400, 700)]
+    with side_stream(GPU):
+        for row in rows:
+            measured = measure_row(
+                row,
+                [contenders()["flex"]],
+                ["forward", "backward"],
+                dtype=torch.bfloat16,
+                device=GPU,
+                seed=1,
+                min_ms=0.5,
+            )
+            for outcomes in measured.outcomes.values():
+                assert outcomes["flex"].holds, outcomes["flex"].skipped
+
+
+def test_a_graph_the_profiler_and_events_agree(monkeypatch):
     a = torch.randn(4096, 4096, device=GPU, dtype=torch.bfloat16)
     with side_stream(GPU):
         timing = measure([lambda: a @ a], GPU)
         profiled = _profiled([lambda: a @ a], 20, GPU)
+        monkeypatch.setattr("bench.timing.ONE_SET", 0.0)
+        monkeypatch.setattr("bench.timing.ONE_CALL", 0.0)
+        once = measure([lambda: a @ a], GPU)
     assert timing.timer == "graph" and timing.ms == pytest.approx(profiled, rel=0.2)
+    assert once.timer == "events" and 0.8 * profiled < once.ms < 20 * profiled
     product, peak, _ = with_peak(lambda: a @ a, GPU)
     assert torch.equal(product, a @ a) and peak == pytest.approx(a.numel() * 2 / 2**30, rel=0.1)
 

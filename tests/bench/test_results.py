@@ -20,9 +20,9 @@ CEILINGS = {"matmul_tflops": 100.0, "copy_tb_s": 1.0}
 YARDSTICK = {"out": (1e-3, 1e-3), "dq": (1e-3, 1e-3), "dk": (1e-3, 1e-3), "dv": (1e-3, 1e-3)}
 
 
-def outcome(ms, error=1e-3, route=""):
+def outcome(ms, error=1e-3, route="", timer="graph"):
     compared = {"out": Comparison((error, error), (1e-3, 1e-3), 1e-3)}
-    timing = Timing(ms, "graph", 5.0) if compared["out"].ratio <= 1 else None
+    timing = Timing(ms, timer, 5.0) if compared["out"].ratio <= 1 else None
     return Outcome(None, compared, timing, 0.5, route)
 
 
@@ -151,10 +151,15 @@ def test_a_contender_that_ended_a_run_is_remembered_for_this_boot(tmp_path):
 
 
 def test_tables_and_pages_show_speed_breaks_and_means(tmp_path, capsys):
-    made = entry(fa3=outcome(3.0), flex=outcome(0.1, error=0.5), triton=outcome(2.0))
+    made = entry(
+        fa3=outcome(3.0),
+        flex=outcome(0.1, error=0.5),
+        torch=outcome(900.0, timer="events"),
+        triton=outcome(2.0),
+    )
     data = {"machine": {"gpu": "G"}, "rows": [made], "ceilings": CEILINGS, "complete": True}
     text = markdown(data)
-    assert "| a | **3.000/0** | broken (500.0) | **2.000/0** | 1.50 |" in text
+    assert "| a | **3.000/0** | broken (500.0) | <900.000/0 | **2.000/0** | 1.50 |" in text
     assert "Geometric mean of the ratio: 1.50." in text
     print_tables(data)
     shown = capsys.readouterr().out

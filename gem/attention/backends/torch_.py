@@ -48,6 +48,23 @@ class _Workspace(threading.local):
 _workspace = _Workspace()
 
 
+def plan_of(call: Call, q: Tensor, k: Tensor) -> Plan:
+    """The tiles of a call, made from its lengths the first time and kept with them."""
+    shared = call.form == "broadcast"
+    return schedule.schedule(
+        "torch_tiles",
+        call.k_lengths,
+        q.shape[0] if shared else call.q_lengths,
+        call.left,
+        call.right,
+        call.heads,
+        call.kv_heads,
+        call.k_lengths.shape[0] * q.shape[0] if shared else q.shape[0],
+        k.shape[0],
+        q.device,
+    )
+
+
 class _Work:
     """What a call needs at every chunk: sizes, tiles, scratch memory.
 
@@ -61,18 +78,7 @@ class _Work:
         self.group = call.heads // call.kv_heads
         self.shared = call.form == "broadcast"
         self.o_rows = call.k_lengths.shape[0] * q.shape[0] if self.shared else q.shape[0]
-        self.plan: Plan = schedule.schedule(
-            "torch_tiles",
-            call.k_lengths,
-            q.shape[0] if self.shared else call.q_lengths,
-            call.left,
-            call.right,
-            call.heads,
-            call.kv_heads,
-            self.o_rows,
-            k.shape[0],
-            q.device,
-        )
+        self.plan = plan_of(call, q, k)
         self.heads = torch.arange(call.heads, device=q.device).view(1, -1, self.group, 1)
         self.scratch = _workspace.kept if q.device.type == "cpu" else {}
 
