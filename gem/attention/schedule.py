@@ -195,9 +195,61 @@ def dealt_tiles(
     """
     if not isinstance(queries, Tensor):
         queries = torch.full_like(k_lengths, queries)
+    table = _deal(k_lengths, queries, left, right, heads, block_q, block_k)
+    return _split(table, device)
+
+
+@register("dealt_keys")
+def dealt_keys(
+    k_lengths: Tensor,
+    queries: Tensor | int,
+    left: int | None,
+    right: int | None,
+    heads: int,
+    block_k: int,
+    block_q: int,
+    device: torch.device,
+) -> DealtTiles:
+    """Tiles of `block_k` keys of one key head, those that the most queries see first.
+
+    As `dealt_tiles` with queries and keys exchanged; begin is a multiple of `block_q`, and a ninth
+    column has the sample's first row in `statistic_tiles`.
+    """
+    if not isinstance(queries, Tensor):
+        queries = torch.full_like(k_lengths, queries)
+    padded = (queries + block_q - 1) // block_q * block_q
+    stats = padded.cumsum(0) - padded
+    # Key j sees query i exactly if i sees j, with left and right exchanged.
+    table = _deal(queries, k_lengths, right, left, heads, block_k, block_q, stats)
+    return _split(table, device, block_q)
+
+
+@register("statistic_tiles")
+def statistic_tiles(
+    k_lengths: Tensor, queries: Tensor | int, block: int, device: torch.device
+) -> Tensor:
+    """int32 `[tiles, 2]` of (first row, rows): queries in blocks, every sample's from a new one."""
+    if not isinstance(queries, Tensor):
+        queries = torch.full_like(k_lengths, queries)
+    sample, number = _pieces(queries, block)
+    first = (queries.cumsum(0) - queries)[sample] + number * block
+    return _table(first, (queries[sample] - number * block).clamp(max=block), device=device)
+
+
+def _deal(
+    k_lengths: Tensor,
+    queries: Tensor,
+    left: int | None,
+    right: int | None,
+    heads: int,
+    block_q: int,
+    block_k: int,
+    *more: Tensor,
+) -> Tensor:
+    """The rows of `DealtTiles`, seen or not, with `more` columns of each sample."""
     none = torch.zeros_like(k_lengths)
     k_first, out_first = k_lengths.cumsum(0) - k_lengths, queries.cumsum(0) - queries
-    columns = (k_first, k_lengths, none, k_lengths, out_first, queries, none, none)
+    columns = (k_first, k_lengths, none, k_lengths, out_first, queries, none, none, *more)
     # Rows are gathered whole and in int32: a gather and a cast for every column take twice as long.
     of_sample = torch.stack(columns, 1).to(torch.int32)
     if left is None and right is None:  # all tiles of a sample are alike
@@ -218,7 +270,15 @@ def dealt_tiles(
         order = blocks.argsort(descending=True, stable=True)
         table = of_tile.index_select(0, order.repeat_interleave(heads))
         table[:, 7] = torch.arange(heads).repeat(order.shape[0])
-    seen = table[:, 2] < table[:, 3]
+    return table
+
+
+def _split(table: Tensor, device: torch.device, block: int = 1) -> DealtTiles:
+    """Tiles that see a key, whose begin is then rounded down to a block, and those that do not."""
+    begin = table[:, 2]
+    seen = begin < table[:, 3]
+    if block > 1:
+        begin -= begin % block
     parts = (table, table[:0]) if seen.all() else (table[seen], table[~seen])
     return DealtTiles(*(part.to(device, non_blocking=True) for part in parts))
 

@@ -1,7 +1,7 @@
-"""Attention in TLX (Triton Low-level Extensions): the forward on Hopper GPUs.
+"""Attention in TLX (Triton Low-level Extensions) on Hopper GPUs.
 
-The kernel is in `tlx_hopper_forward`; this file chooses its shape and launches it. The backward is
-that of the Triton backend, which means the same by out and lse.
+This file chooses the shape of the forward kernel (`tlx_hopper_forward`) and launches it; the
+backward is in `tlx_backward`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from gem.attention import schedule
 from gem.attention.backends import Call, triton_
-from gem.attention.backends.tlx_common import fits_tma, ragged
+from gem.attention.backends.tlx_backward import backward  # noqa: F401 - this backend's
+from gem.attention.backends.tlx_common import block_columns, processors, ragged, readable
 from gem.attention.backends.tlx_hopper_forward import hopper_forward_kernel
 
-backward = triton_.backward
 KEEP_Q_SHARE = 0.95  # of the multiprocessors must be at work
 
 
 def unsupported(call: Call) -> str | None:
     """None if TLX can serve the call, else why not."""
     reason = triton_.unsupported(call)
-    if reason is not None or call.direction == "backward":
+    if reason is not None:
         return reason
     if call.device.type != "cuda" or _capability(call.device) != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
@@ -67,14 +67,14 @@ def forward_shape(block_d: int, broadcast: bool, queries: float, keys: float) ->
         if queries <= 64:
             return Shape(1, 128, 3, 2, 232)
         if broadcast and 128 < queries <= 192:
-            return Shape(3, 64, 6, 2, 160)
+            return Shape(3, 64, 6, 1, 160, keep_q=True)
         return Shape(2, 128, 4, 2, 240)
     if not broadcast:
         return Shape(2, 128, 2, 2, 240, ping_pong=True)
     if queries <= 64:
         return Shape(1, 64, 5, 2, 232, p_wide=True)
     if 128 < queries <= 192:
-        return Shape(3, 64, 4, 1, 160, p_wide=True)
+        return Shape(3, 64, 4, 1, 160, p_wide=True, keep_q=keys < 768)
     if queries <= 128 or keys < 512:
         return Shape(2, 64, 4, 2, 240, p_wide=True)
     return Shape(2, 128, 2, 2, 240)
@@ -83,7 +83,7 @@ def forward_shape(block_d: int, broadcast: bool, queries: float, keys: float) ->
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse; see `gem.attention.backends`."""
     means = triton_.mean_queries(call, q), triton_.mean(call.k_lengths)
-    shape = forward_shape(_block_d(call), call.form == "broadcast", *means)
+    shape = forward_shape(block_columns(call), call.form == "broadcast", *means)
     return launch(call, q, k, v, shape)
 
 
@@ -95,10 +95,7 @@ def launch(
     Args:
         p_shared: take the probabilities through shared memory, to compare.
     """
-    q, k, v = (
-        x if fits_tma(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
-        for x in (q, k, v)
-    )
+    q, k, v = (readable(x) for x in (q, k, v))
     broadcast = call.form == "broadcast"
     out, lse = triton_.results(call, q)
     tiles: schedule.DealtTiles = schedule.schedule(
@@ -112,9 +109,9 @@ def launch(
         shape.keys,
         q.device,
     )
-    block_d = _block_d(call)
+    block_d = block_columns(call)
     count, empty = tiles.table.shape[0], tiles.empty.shape[0]
-    ctas = min(count, _processors(q.device))
+    ctas = min(count, processors(q.device))
     # Broadcast attention repeats the same queries and heads from sample to sample.
     team = call.heads * triton.cdiv(q.shape[0], 64 * shape.consumers) if broadcast else 1
     keep_q = shape.keep_q and broadcast and ctas // team * team >= KEEP_Q_SHARE * ctas
@@ -202,16 +199,3 @@ def _blank_kernel(
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
-
-
-def _block_d(call: Call) -> int:
-    """Columns of a tile: as many as a swizzled row of shared memory holds, or twice as many."""
-    return 64 if call.head_dim <= 64 else 128
-
-
-def _processors(device: torch.device) -> int:
-    if device.type == "cpu":  # launches are simulated, or recorded
-        from gem.attention.simulator import processors
-
-        return processors()
-    return triton_.processors(device)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language.extra.tlx as tlx
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gem.attention.backends import Call, triton_
 
 _BILLION = 2**30
 _MOST = 0x7FFF0000
@@ -43,6 +46,25 @@ def fits_tma(x: Tensor) -> bool:
     )
 
 
+def readable(x: Tensor) -> Tensor:
+    """x, copied where no descriptor fits it."""
+    return x if fits_tma(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def block_columns(call: Call) -> int:
+    """Columns of a tile: as many as a swizzled row of shared memory holds, or twice as many."""
+    return 64 if call.head_dim <= 64 else 128
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of the device: as many CTAs as a persistent kernel has."""
+    if device.type == "cpu":  # launches are simulated, or recorded
+        from gem.attention.simulator import processors
+
+        return processors()
+    return triton_.processors(device)
+
+
 @triton.jit
 def copy_rows(desc, buffer, barrier, first, count, row, head):
     """Copies a box from `row` of the sample that has `count` rows from `first` on."""
@@ -56,4 +78,15 @@ def store_rows(desc, buffer, first, count, row, head):
     """Writes a box from `row` of the sample on; rows past its end are left out."""
     tlx.async_descriptor_store(
         desc, buffer, [1073741824, first + count, head, 1073741824 - count + row, 0]
+    )
+
+
+@triton.jit
+def store_sums(desc, buffer, first, count, row, head, column):
+    """As `store_rows`, but from a column on, and added to what is there."""
+    tlx.async_descriptor_store(
+        desc,
+        buffer,
+        [1073741824, first + count, head, 1073741824 - count + row, column],
+        store_reduce="add",
     )

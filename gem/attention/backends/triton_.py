@@ -182,6 +182,13 @@ def backward(
     return work.dq, work.dk, work.dv
 
 
+def dq(call: Call, *tensors: Tensor | None) -> Tensor:
+    """dq alone, of the arguments of `backward`."""
+    work = _Backward(call, *tensors, with_keys=False)
+    work.add_broadcast_queries() if work.broadcast else work.add_queries()
+    return work.dq
+
+
 class _Backward:
     """The memory of one backward and its launches."""
 
@@ -195,6 +202,7 @@ class _Backward:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
+        with_keys: bool = True,
     ) -> None:
         self.call = call
         self.broadcast = call.form == "broadcast"
@@ -202,10 +210,11 @@ class _Backward:
         self.q, self.k, self.v, self.dout = (_readable(x) for x in (q, k, v, dout))
         make = functools.partial(torch.empty, device=q.device)
         self.dq = make(q.shape, dtype=q.dtype)
-        self.dk, self.dv = make(k.shape, dtype=k.dtype), make(v.shape, dtype=v.dtype)
-        covered = int(call.k_lengths.sum())
-        self.dk[covered:] = 0
-        self.dv[covered:] = 0
+        if with_keys:
+            self.dk, self.dv = make(k.shape, dtype=k.dtype), make(v.shape, dtype=v.dtype)
+            covered = int(call.k_lengths.sum())
+            self.dk[covered:] = 0
+            self.dv[covered:] = 0
         if not self.broadcast:
             self.dq[int(call.q_lengths.sum()) :] = 0
         # [heads, rows]: a tile's statistics are consecutive

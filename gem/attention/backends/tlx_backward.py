@@ -1,0 +1,172 @@
+"""The backward in TLX on Hopper GPUs: which kernel serves a call, its memory and its launches.
+
+Broadcast attention with at most 64 queries has `tlx_hopper_shared_backward`, everything else
+`tlx_hopper_backward`. The latter adds up dQ in an order that is not fixed; where the call asks for
+the same bits on every run, dQ comes from the Triton backend's kernels, at the price of computing
+scores twice.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from torch import Tensor
+
+from gem.attention import schedule
+from gem.attention.backends import Call, triton_
+from gem.attention.backends.tlx_common import block_columns, processors, ragged, readable
+from gem.attention.backends.tlx_hopper_backward import hopper_backward_kernel, statistics_kernel
+from gem.attention.backends.tlx_hopper_shared_backward import hopper_shared_backward_kernel
+from gem.attention.backends.triton_backward import sum_kernel
+
+BLOCK_K = 128
+
+
+def backward(
+    call: Call,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv; see `gem.attention.backends`."""
+    work = _Backward(call, dout, dlse, q, k, v, out, lse)
+    if work.shared:
+        work.add_all_shared()
+    elif call.deterministic:
+        work.add_keys(with_dq=False)
+        return triton_.dq(call, dout, dlse, q, k, v, out, lse), work.dk, work.dv
+    else:
+        work.add_keys(with_dq=True)
+    return work.dq, work.dk, work.dv
+
+
+class _Backward:
+    """The memory of one backward and its launches."""
+
+    def __init__(
+        self,
+        call: Call,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        self.call = call
+        self.q, self.k, self.v = readable(q), readable(k), readable(v)
+        self.dout = readable(dout.reshape(-1, call.heads, call.head_dim))
+        self.broadcast = call.form == "broadcast"
+        self.shared = self.broadcast and call.heads == call.kv_heads and q.shape[0] <= 64
+        self.block_d = block_columns(call)
+        self.block_q = 64 if self.shared else 8192 // self.block_d
+        make = functools.partial(torch.empty, device=q.device)
+        self.dq = make(q.shape, dtype=q.dtype)
+        self.dk, self.dv = make(k.shape, dtype=k.dtype), make(v.shape, dtype=v.dtype)
+        covered = int(call.k_lengths.sum())
+        self.dk[covered:] = 0
+        self.dv[covered:] = 0
+        queries = triton_.queries_of(call, q)
+        tiles = schedule.schedule(
+            "statistic_tiles", call.k_lengths, queries, self.block_q, q.device
+        )
+        self.stats = tiles.shape[0] * self.block_q
+        self.delta = make((call.heads, self.stats), dtype=torch.float32)
+        self.lse2 = torch.empty_like(self.delta)
+        triton_.run(
+            statistics_kernel,
+            (tiles.shape[0], call.heads),
+            *(out.contiguous(), self.dout, lse.contiguous()),
+            dlse if dlse is None else dlse.float().contiguous(),
+            *(self.delta, self.lse2, tiles, self.stats, *self.dout.stride()[:2]),
+            HEADS=call.heads,
+            DIM=call.head_dim,
+            BLOCK=self.block_q,
+            BLOCK_D=self.block_d,
+            HAS_DLSE=dlse is not None,
+        )
+
+    def _descriptors(self, sums: Tensor, columns: int) -> tuple:
+        tiles = (self.q, self.k, self.v, self.dout, self.dk, self.dv)
+        boxes = [ragged(x, 64, self.block_d) for x in tiles]
+        return *boxes, ragged(sums.view(-1, *sums.shape[-2:]), 64, columns)
+
+    def add_keys(self, with_dq: bool) -> None:
+        """Writes dk and dv and, if asked for, dq."""
+        call = self.call
+        tiles: schedule.DealtTiles = schedule.schedule(
+            "dealt_keys",
+            call.k_lengths,
+            triton_.queries_of(call, self.q),
+            call.left,
+            call.right,
+            call.kv_heads,
+            BLOCK_K,
+            self.block_q,
+            self.q.device,
+        )
+        if tiles.empty.shape[0]:
+            self.dk.zero_()
+            self.dv.zero_()
+        size = self.q.shape if with_dq else (1, *self.q.shape[1:])
+        sums = torch.zeros(size, dtype=torch.float32, device=self.q.device)
+        count = tiles.table.shape[0]
+        triton_.run(
+            hopper_backward_kernel,
+            (min(count, processors(self.q.device)),),
+            *self._descriptors(sums, 64),
+            *(self.lse2, self.delta, tiles.table, count, self.stats),
+            *(call.scale * triton_.LOG2_E, call.scale, call.left or 0, call.right or 0),
+            GROUP=call.heads // call.kv_heads,
+            BROADCAST=self.broadcast,
+            HAS_LEFT=call.left is not None,
+            HAS_RIGHT=call.right is not None,
+            BLOCK_D=self.block_d,
+            WITH_DQ=with_dq,
+            num_warps=4,
+            num_stages=1,
+        )
+        if with_dq:
+            self._sum(sums[None])
+
+    def add_all_shared(self) -> None:
+        """Writes dq, dk and dv of broadcast attention with at most 64 queries."""
+        call, queries = self.call, self.q.shape[0]
+        workers = max(1, processors(self.q.device) // call.heads)
+        segments = schedule.schedule("key_segments", call.k_lengths, workers, self.q.device)
+        consumers = 2
+        partial = torch.empty(
+            (segments.workers * consumers, *self.q.shape), dtype=torch.float32, device=self.q.device
+        )
+        triton_.run(
+            hopper_shared_backward_kernel,
+            (segments.workers * call.heads,),
+            *self._descriptors(partial, self.block_d),
+            *(self.lse2, self.delta, segments.table, call.k_offsets),
+            *(call.scale * triton_.LOG2_E, call.scale),
+            *(queries, self.stats, segments.turns, segments.workers),
+            HEADS=call.heads,
+            BLOCK_D=self.block_d,
+            CONSUMERS=consumers,
+            STAGES=256 // self.block_d,
+            num_warps=4,
+            num_stages=1,
+        )
+        self._sum(partial)
+
+    def _sum(self, partial: Tensor) -> None:
+        size, block = self.dq.numel(), 1024 if partial.shape[0] == 1 else 256
+        triton_.run(
+            sum_kernel,
+            (triton.cdiv(size, block),),
+            *(partial, self.dq, self.call.scale, partial.shape[0], size),
+            BLOCK=block,
+            num_warps=4,
+        )
