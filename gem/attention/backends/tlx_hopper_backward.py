@@ -109,10 +109,20 @@ def _queries(row):
 
 
 @triton.jit
-def _probabilities(s, lse, seen, scale, MASKED: tl.constexpr):
-    """P^T of scores `[64 keys, 64 queries]`: at most 1, whatever rounding does to the scores."""
+def _probabilities(s, lse, begin, end, scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr):
+    """P^T of scores `[64 keys, 64 queries]`: at most 1, whatever rounding does to the scores.
+
+    MASKED: 0 but for the queries from begin to end, `[64]` of each key, counted from the tile's;
+    CAUSAL: there is no end.
+    """
     p = tl.math.exp2(tl.minimum(s * scale - lse[None, :], 0.0))
-    return tl.where(seen, p, 0.0) if MASKED else p
+    if MASKED:
+        i = tl.arange(0, 64)[None, :]
+        seen = i >= begin[:, None]
+        if not CAUSAL:
+            seen = seen & (i < end[:, None])
+        p = tl.where(seen, p, 0.0)
+    return p
 
 
 @triton.jit
@@ -138,14 +148,15 @@ def _step(
     head,
     dk,
     dv,
-    seen0,
-    seen1,
+    begin,
+    end,
     last,
     scale,
     cid: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
     WITH_DQ: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -157,7 +168,7 @@ def _step(
         s1 = tlx.async_dot(k_tiles[cid], tlx.local_trans(q_tiles[at + 1]))
         dp1 = tlx.async_dot(v_tile, tlx.local_trans(do_tiles[at + 1]))
     s0 = tlx.async_dot_wait(2 * TILES - 1, s0)
-    p0 = _probabilities(s0, tlx.local_load(lse_tiles[at]), seen0, scale, MASKED)
+    p0 = _probabilities(s0, tlx.local_load(lse_tiles[at]), begin, end, scale, MASKED, CAUSAL)
     dp0 = tlx.async_dot_wait(2 * TILES - 2, dp0)
     if TILES == 1:
         tlx.barrier_arrive(v_empty, pred=last)
@@ -170,7 +181,8 @@ def _step(
     dk = tlx.async_dot(ds0, q_tiles[at], dk)
     if TILES == 2:
         s1 = tlx.async_dot_wait(3, s1)
-        p1 = _probabilities(s1, tlx.local_load(lse_tiles[at + 1]), seen1, scale, MASKED)
+        lse1 = tlx.local_load(lse_tiles[at + 1])
+        p1 = _probabilities(s1, lse1, begin - 64, end - 64, scale, MASKED, CAUSAL)
         dp1 = tlx.async_dot_wait(2, dp1)
         tlx.barrier_arrive(v_empty, pred=last)
         ds1 = (p1 * (dp1 - tlx.local_load(delta_tiles[at + 1])[None, :])).to(DTYPE)
@@ -207,17 +219,6 @@ def _step(
         dk = tlx.async_dot_wait(0, dk)
         tlx.barrier_arrive(q_empty)
     return dk, dv
-
-
-@triton.jit
-def _seen(i, j, shift, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Whether key j `[64]` is seen by query i `[64]`: `[keys, queries]`."""
-    seen = (j[:, None] >= 0) | (i[None, :] < 0)
-    if HAS_LEFT:
-        seen = seen & (j[:, None] >= (i + shift - left)[None, :])
-    if HAS_RIGHT:
-        seen = seen & (j[:, None] <= (i + shift + right)[None, :])
-    return seen
 
 
 @triton.jit
@@ -262,19 +263,15 @@ def _steps(
     """(dk, dv, count) after a head's steps from x_begin to x_end; x_last is the tile's last."""
     for x in tl.range(x_begin, x_end):
         m = q_begin + x * (64 * TILES)
-        seen0 = (j >= 0)[:, None]
-        seen1 = seen0
-        if MASKED:
-            i = m + tl.arange(0, 64)
-            shift = keys - queries
-            seen0 = _seen(i, j, shift, left, right, HAS_LEFT, HAS_RIGHT)
-            seen1 = _seen(i + 64, j, shift, left, right, HAS_LEFT, HAS_RIGHT)
+        # The queries that see key j are those from j - shift - right to j - shift + left.
+        begin = j - (keys - queries) - m - right if HAS_RIGHT else j * 0
+        end = j - (keys - queries) - m + left + 1 if HAS_LEFT else j * 0 + 128
         st = count % Q_STAGES
         dk, dv = _step(
             k_tiles, v_tile, v_empty, q_tiles, do_tiles, lse_tiles, delta_tiles, TILES * st,
             q_full[st], (count // Q_STAGES) & 1, q_empty[st], ds_tiles, 2 * TILES * (count % 2),
-            dq_tile, desc_dq, dq_first, queries, m, head, dk, dv, seen0, seen1, x == x_last, scale,
-            cid, TILES, BLOCK_D, MASKED, WITH_DQ, DTYPE,
+            dq_tile, desc_dq, dq_first, queries, m, head, dk, dv, begin, end, x == x_last, scale,
+            cid, TILES, BLOCK_D, MASKED, not HAS_LEFT, WITH_DQ, DTYPE,
         )  # fmt: skip
         count += 1
     return dk, dv, count
