@@ -21,6 +21,8 @@ SHAPES = {
         Shape(4, 64, 6, 1, 112),
         Shape(2, 128, 4, 2, 240),
         Shape(3, 64, 6, 1, 160, keep_q=True),
+        Shape(2, 128, 4, 2, 240, counter=True),
+        Shape(3, 64, 6, 1, 160, keep_q=True, counter=True),
     ],
     128: [
         Shape(1, 64, 5, 2, 232),
@@ -32,6 +34,8 @@ SHAPES = {
         Shape(3, 64, 4, 1, 160, keep_q=True),
         Shape(2, 128, 2, 1, 240, keep_q=True),
         Shape(2, 64, 4, 1, 240, p_wide=True),
+        Shape(2, 128, 2, 2, 240, ping_pong=True, counter=True),
+        Shape(3, 64, 4, 1, 160, p_wide=True, counter=True),
     ],
 }
 ALL_SHAPES = [(dim, shape) for dim, shapes in SHAPES.items() for shape in shapes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,8 @@ def compile_cases() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], 
         yield from _cases(f"causal_d{dim}", dim, right=0)
         yield from _cases(f"window_d{dim}", dim, left=256, right=256)
     yield from _cases("gqa_d128", 128, kv_heads=1)
+    for queries in (64, 192, 256):
+        yield from _cases(f"counter_q{queries}_d128", 128, queries, counter=True)
 
 
 def _cases(
@@ -38,7 +41,9 @@ def _cases(
     kv_heads: int = 4,
     left: int | None = None,
     right: int | None = None,
+    counter: bool = False,
 ) -> Iterator[tuple]:
+    """The kernels of one call, or the TLX forward that takes its tiles from a counter."""
     heads, keys = 4, 1024
     layout = JaggedLayout.from_lengths([keys])
     jagged = queries is None
@@ -60,9 +65,13 @@ def _cases(
         k_lengths=layout.lengths,
     )
     with triton_.recorded() as launches:
-        out, lse = triton_.forward(call, q, kv, kv)
-        triton_.backward(call, torch.empty_like(out), None, q, kv, kv, out, lse)
-        tlx_.forward(call, q, kv, kv)
+        if counter:
+            shape = dataclasses.replace(tlx_.shape_of(call, q), counter=True)
+            tlx_.launch(call, q, kv, kv, shape)
+        else:
+            out, lse = triton_.forward(call, q, kv, kv)
+            triton_.backward(call, torch.empty_like(out), None, q, kv, kv, out, lse)
+            tlx_.forward(call, q, kv, kv)
     for kernel, args, options in launches:
         yield f"{name}_{kernel.__name__}", kernel, *_signature(kernel, args, options)
 

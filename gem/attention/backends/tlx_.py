@@ -49,6 +49,7 @@ class Shape:
             16-bit halves would have to be joined again.
         keep_q: whether CTAs keep their queries from sample to sample, in broadcast attention where
             at most a twentieth of the multiprocessors is left out by it.
+        counter: whether CTAs take their tiles from a counter at run time, not by the zig-zag.
     """
 
     consumers: int
@@ -59,6 +60,7 @@ class Shape:
     ping_pong: bool = False
     p_wide: bool = False
     keep_q: bool = False
+    counter: bool = False
 
 
 def forward_shape(block_d: int, broadcast: bool, queries: float, keys: float) -> Shape:
@@ -80,11 +82,15 @@ def forward_shape(block_d: int, broadcast: bool, queries: float, keys: float) ->
     return Shape(2, 128, 2, 2, 240)
 
 
+def shape_of(call: Call, q: Tensor) -> Shape:
+    """The shape that `forward` takes for a call."""
+    means = triton_.mean_queries(call, q), triton_.mean(call.k_lengths)
+    return forward_shape(block_columns(call), call.form == "broadcast", *means)
+
+
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse; see `gem.attention.backends`."""
-    means = triton_.mean_queries(call, q), triton_.mean(call.k_lengths)
-    shape = forward_shape(block_columns(call), call.form == "broadcast", *means)
-    return launch(call, q, k, v, shape)
+    return launch(call, q, k, v, shape_of(call, q))
 
 
 def launch(
@@ -117,6 +123,11 @@ def launch(
     keep_q = shape.keep_q and broadcast and ctas // team * team >= KEEP_Q_SHARE * ctas
     if keep_q:
         ctas = ctas // team * team
+    team = team if keep_q else 1
+    # Fresh zeros for every launch, made by a small kernel on its stream: no launch on another
+    # stream shares them, and a CUDA graph replays the zeroing with the launch. Zeros that the last
+    # CTA puts back would be shared, and stay wrong after a launch that failed.
+    counters = torch.zeros(team, dtype=torch.int32, device=q.device) if shape.counter else None
     flat = out.view(-1, call.heads, call.head_dim)
     if count:
         triton_.run(
@@ -128,6 +139,7 @@ def launch(
             ragged(flat, 64, block_d),
             lse,
             tiles.table,
+            counters,
             count,
             call.scale * triton_.LOG2_E,
             call.left or 0,
@@ -139,7 +151,7 @@ def launch(
             HAS_RIGHT=call.right is not None,
             FLIPPED=call.scale < 0,
             CONSUMERS=shape.consumers,
-            TEAM=team if keep_q else 1,
+            TEAM=team,
             KEEP_Q=keep_q,
             BLOCK_K=shape.keys,
             BLOCK_D=block_d,
@@ -149,6 +161,7 @@ def launch(
             PING_PONG=shape.ping_pong,
             P_SHARED=p_shared,
             P_WIDE=shape.p_wide,
+            COUNTER=shape.counter,
             num_warps=4,
             # Triton would ask for one register too many where there is one consumer.
             **({"maxnreg": 248} if shape.consumers == 1 else {}),

@@ -14,6 +14,10 @@ The accumulator of a product is in registers, and the probabilities are its left
 Their registers are not written again before the product has been waited for (triton-lang/triton
 issue 9433; ptxas before 13.3 gets this wrong by itself, issue 11781). P_SHARED takes them through
 shared memory instead, to hold the two against each other.
+
+With COUNTER a CTA does not know its tiles in advance: the producer takes the next one from a
+counter in global memory when it is near, and hands its number to the consumers. This is what
+Cluster Launch Control does on Blackwell.
 """
 
 from __future__ import annotations
@@ -43,10 +47,52 @@ def _turns(tiles, TEAM: tl.constexpr):
 
 
 @triton.jit
-def _row(TILES, turn, turns, TEAM: tl.constexpr):
-    """The table's row of a turn; the last turn's after it."""
-    turn = tl.minimum(turn, turns - 1)
-    return TILES + (turn * tl.num_programs(0) + _place(turn, TEAM)) * 8
+def _row(TILES, turn, turns, tile, TEAM: tl.constexpr, COUNTER: tl.constexpr):
+    """The table's row of a turn, or of the counter's tile; some row where there is no other."""
+    if COUNTER:
+        place = tl.maximum(tile, 0)
+    else:
+        turn = tl.minimum(turn, turns - 1)
+        place = turn * tl.num_programs(0) + _place(turn, TEAM)
+    return TILES + place * 8
+
+
+@triton.jit
+def _most_turns(tiles):
+    """How many tiles a CTA may take by the counter: half as many again as its share, and two.
+
+    A loop needs a bound, up to which it then idles; all CTAs' bounds together are above `tiles`.
+    """
+    share = (tiles + tl.num_programs(0) - 1) // tl.num_programs(0)
+    return share + share // 2 + 2
+
+
+@triton.jit
+def _ask(COUNTERS, wanted, TEAM: tl.constexpr):
+    """Asks for another tile; nothing waits until `_answer` reads what the first thread got.
+
+    That is why it is a tensor: Triton waits for a scalar at once, to hand it to all threads.
+    """
+    lanes = tl.arange(0, 128)
+    counter = COUNTERS + tl.program_id(0) % TEAM + lanes * 0
+    return tl.atomic_add(counter, 1, mask=(lanes == 0) & wanted, sem="relaxed")
+
+
+@triton.jit
+def _answer(taken, TEAM: tl.constexpr):
+    """The number of the tile that `_ask` took. The first tile of each CTA is not counted."""
+    number = tl.sum(tl.where(tl.arange(0, 128) == 0, taken, 0), 0)
+    return (tl.num_programs(0) // TEAM + number) * TEAM + tl.program_id(0) % TEAM
+
+
+@triton.jit
+def _handed_over(numbers, full, empty, turn, TILE_STAGES: tl.constexpr):
+    """The tile after that of this turn, from the producer; -1 if there is none."""
+    slot = turn % TILE_STAGES
+    tlx.barrier_wait(full[slot], (turn // TILE_STAGES) & 1)
+    number = tl.max(tlx.local_load(numbers[slot]), 0)
+    tlx.barrier_arrive(empty[slot])
+    return number
 
 
 @triton.jit
@@ -370,6 +416,7 @@ def hopper_forward_kernel(
     desc_out,
     LSE,
     TILES,
+    COUNTERS,
     tiles,
     scale,
     left,
@@ -391,11 +438,13 @@ def hopper_forward_kernel(
     PING_PONG: tl.constexpr,
     P_SHARED: tl.constexpr,
     P_WIDE: tl.constexpr,
+    COUNTER: tl.constexpr,
 ):
     """out and lse of all tiles. `scale` holds log2(e) too; FLIPPED says that it is negative.
 
     Grid: as many CTAs as run at once, a multiple of TEAM. Every tile sees a key. With KEEP_Q every
-    TEAM-th tile has the same queries and head, which a CTA then keeps for its life.
+    TEAM-th tile has the same queries and head, which a CTA then keeps for its life. With COUNTER
+    `COUNTERS` are TEAM int32 zeros, one for each of these queries and heads.
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     WINDOW: tl.constexpr = HAS_LEFT or HAS_RIGHT
@@ -418,48 +467,69 @@ def hopper_forward_kernel(
     # Every thread arrives: a barrier with one arrival per warp group costs two more of its own.
     k_empty = tlx.alloc_warp_barrier(STAGES, 4, CONSUMERS)
     v_empty = tlx.alloc_warp_barrier(STAGES, 4, CONSUMERS)
-    turns = _turns(tiles, TEAM)
+    TILE_STAGES: tl.constexpr = 2  # numbers of tiles that the producer is ahead at most
+    if COUNTER:
+        numbers = tlx.local_alloc((1,), tl.int32, TILE_STAGES)
+        tile_full = tlx.alloc_warp_barrier(TILE_STAGES, 4)
+        tile_empty = tlx.alloc_warp_barrier(TILE_STAGES, 4, CONSUMERS)
+        turns = _most_turns(tiles)
+    else:  # the ring is not used
+        numbers, tile_full, tile_empty = q_tiles, q_full, q_empty
+        turns = _turns(tiles, TEAM)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
             count = 0
-            row = _row(TILES, 0, turns, TEAM)
+            tile = tl.program_id(0)
+            if COUNTER:
+                taken = _ask(COUNTERS, True, TEAM)
+            row = _row(TILES, 0, turns, tile, TEAM, COUNTER)
             k_first, keys, begin, end = _keys(row, WINDOW)
             out_first, queries, first_i, head = _queries(row)
             for turn in tl.range(0, turns):
-                # Loaded one turn ahead: the table's latency would hold up a tile's first copy.
-                row = _row(TILES, turn + 1, turns, TEAM)
-                n_k_first, n_keys, n_begin, n_end = _keys(row, WINDOW)
-                n_out_first, n_queries, n_first_i, n_head = _queries(row)
-                q_first = 0 if BROADCAST else out_first
-                qs = turn % Q_STAGES
-                if not KEEP_Q or turn == 0:
-                    tlx.barrier_wait(q_empty[qs], ((turn // Q_STAGES) & 1) ^ 1)
-                    tlx.barrier_expect_bytes(q_full[qs], Q_BYTES)
-                    for c in tl.static_range(CONSUMERS):
-                        copy_rows(
-                            desc_q,
-                            q_tiles[qs * CONSUMERS + c],
-                            q_full[qs],
-                            q_first,
-                            queries,
-                            first_i + 64 * c,
-                            head,
-                        )
-                blocks = (end - begin + BLOCK_K - 1) // BLOCK_K
-                for x in tl.range(0, blocks):
-                    j = begin + (blocks - 1 - x) * BLOCK_K
-                    st = count % STAGES
-                    phase = ((count // STAGES) & 1) ^ 1
-                    tlx.barrier_wait(k_empty[st], phase)
-                    tlx.barrier_expect_bytes(k_full[st], KV_BYTES)
-                    copy_rows(desc_k, k_tiles[st], k_full[st], k_first, keys, j, head // GROUP)
-                    tlx.barrier_wait(v_empty[st], phase)
-                    tlx.barrier_expect_bytes(v_full[st], KV_BYTES)
-                    copy_rows(desc_v, v_tiles[st], v_full[st], k_first, keys, j, head // GROUP)
-                    count += 1
-                k_first, keys, begin, end = n_k_first, n_keys, n_begin, n_end
-                out_first, queries, first_i, head = n_out_first, n_queries, n_first_i, n_head
+                for _ in tl.range(0, (tile >= 0).to(tl.int32) if COUNTER else 1):
+                    # Loaded one turn ahead: the table's latency would hold up a tile's first copy.
+                    if COUNTER:
+                        tile = _answer(taken, TEAM)
+                        tile = tl.where(tile < tiles, tile, -1)
+                        # Nobody would work on what the bound leaves no turn for.
+                        taken = _ask(COUNTERS, turn + 2 < turns, TEAM)
+                        slot = turn % TILE_STAGES
+                        tlx.barrier_wait(tile_empty[slot], ((turn // TILE_STAGES) & 1) ^ 1)
+                        tlx.local_store(numbers[slot], tl.full([1], tile, tl.int32))
+                        tlx.barrier_arrive(tile_full[slot])
+                    row = _row(TILES, turn + 1, turns, tile, TEAM, COUNTER)
+                    n_k_first, n_keys, n_begin, n_end = _keys(row, WINDOW)
+                    n_out_first, n_queries, n_first_i, n_head = _queries(row)
+                    q_first = 0 if BROADCAST else out_first
+                    qs = turn % Q_STAGES
+                    if not KEEP_Q or turn == 0:
+                        tlx.barrier_wait(q_empty[qs], ((turn // Q_STAGES) & 1) ^ 1)
+                        tlx.barrier_expect_bytes(q_full[qs], Q_BYTES)
+                        for c in tl.static_range(CONSUMERS):
+                            copy_rows(
+                                desc_q,
+                                q_tiles[qs * CONSUMERS + c],
+                                q_full[qs],
+                                q_first,
+                                queries,
+                                first_i + 64 * c,
+                                head,
+                            )
+                    blocks = (end - begin + BLOCK_K - 1) // BLOCK_K
+                    for x in tl.range(0, blocks):
+                        j = begin + (blocks - 1 - x) * BLOCK_K
+                        st = count % STAGES
+                        phase = ((count // STAGES) & 1) ^ 1
+                        tlx.barrier_wait(k_empty[st], phase)
+                        tlx.barrier_expect_bytes(k_full[st], KV_BYTES)
+                        copy_rows(desc_k, k_tiles[st], k_full[st], k_first, keys, j, head // GROUP)
+                        tlx.barrier_wait(v_empty[st], phase)
+                        tlx.barrier_expect_bytes(v_full[st], KV_BYTES)
+                        copy_rows(desc_v, v_tiles[st], v_full[st], k_first, keys, j, head // GROUP)
+                        count += 1
+                    k_first, keys, begin, end = n_k_first, n_keys, n_begin, n_end
+                    out_first, queries, first_i, head = n_out_first, n_queries, n_first_i, n_head
 
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=CONSUMERS):
             cid: tl.constexpr = tlx.async_task_replica_id()
@@ -467,10 +537,14 @@ def hopper_forward_kernel(
             columns = tl.arange(0, BLOCK_K)
             if PING_PONG and cid == CONSUMERS - 1:
                 tlx.named_barrier_arrive(9, 256)
-            row = _row(TILES, 0, turns, TEAM)
+            tile = tl.program_id(0)
+            done, next_tile = tile, tile
+            if COUNTER:
+                next_tile = _handed_over(numbers, tile_full, tile_empty, 0, TILE_STAGES)
+            row = _row(TILES, 0, turns, tile, TEAM, COUNTER)
             k_first, keys, begin, end = _keys(row, WINDOW)
             next_k_first, next_keys, next_begin, next_end = _keys(
-                _row(TILES, 1, turns, TEAM), WINDOW
+                _row(TILES, 1, turns, next_tile, TEAM, COUNTER), WINDOW
             )
             out_first, queries, first_i, head = _queries(row)
             i = first_i + cid * 64 + tl.arange(0, 64)
@@ -495,48 +569,54 @@ def hopper_forward_kernel(
             count = 1  # key blocks whose scores have been worked off
             qs = 0
             for turn in tl.range(1, turns):
-                weights, out0, out1, top, total, count = _rest_of_tile(
-                    q_tiles[qs * CONSUMERS + cid], k_tiles, k_full, k_empty, v_tiles, v_full,
-                    v_empty, p_tiles[p_at], weights, out0, out1, top, total, count, i, begin,
-                    blocks, keys, queries, left, right, scale, columns, first_i + cid * 64, cid,
-                    CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, FLIPPED, PING_PONG,
-                    P_SHARED, P_WIDE, DTYPE,
-                )  # fmt: skip
-                # The next tile's first block, while this tile's last product runs.
-                if not KEEP_Q:
-                    tlx.barrier_arrive(q_empty[qs])
-                row = _row(TILES, turn, turns, TEAM)
-                keys, begin, end = next_keys, next_begin, next_end
-                next_k_first, next_keys, next_begin, next_end = _keys(
-                    _row(TILES, turn + 1, turns, TEAM), WINDOW
-                )
-                blocks = (end - begin + BLOCK_K - 1) // BLOCK_K
-                if WINDOW:
-                    out_first, queries, first_i, head = _queries(row)
-                    i = first_i + cid * 64 + tl.arange(0, 64)
-                j = begin + (blocks - 1) * BLOCK_K + columns
-                seen = _seen(i, j, keys, queries, left, right, HAS_LEFT, HAS_RIGHT)
-                st = count % STAGES
-                before = (count - 1) % STAGES
-                if not KEEP_Q:
-                    qs = turn % Q_STAGES
-                    tlx.barrier_wait(q_full[qs], (turn // Q_STAGES) & 1)
-                weights, out0, out1, new_top, new_total, shrink = _step(
-                    q_tiles[qs * CONSUMERS + cid], k_tiles[st], k_full[st], k_empty[st],
-                    (count // STAGES) & 1, v_tiles[before], v_full[before], v_empty[before],
-                    ((count - 1) // STAGES) & 1, p_tiles[p_at], weights, out0, out1, nothing,
-                    zero, seen, scale, cid, CONSUMERS, BLOCK_K, PIECES, WINDOW, True, FLIPPED,
-                    PING_PONG, P_SHARED, P_WIDE, DTYPE,
-                )  # fmt: skip
-                count += 1
-                _finish(
-                    out0, out1, top, total, desc_out, out_tiles[cid], LSE,
-                    _row(TILES, turn - 1, turns, TEAM), 64 * cid, HEADS,
-                    PIECES, WINDOW,
-                )  # fmt: skip
-                top, total = new_top, new_total
-                out0 = tl.zeros([64, WIDTH], tl.float32)
-                out1 = tl.zeros([64, WIDTH], tl.float32)
+                # A loop for a condition: in a `while` products and their results would get other
+                # layouts and be copied between them at every step.
+                for _ in tl.range(0, (next_tile >= 0).to(tl.int32) if COUNTER else 1):
+                    weights, out0, out1, top, total, count = _rest_of_tile(
+                        q_tiles[qs * CONSUMERS + cid], k_tiles, k_full, k_empty, v_tiles, v_full,
+                        v_empty, p_tiles[p_at], weights, out0, out1, top, total, count, i, begin,
+                        blocks, keys, queries, left, right, scale, columns, first_i + cid * 64, cid,
+                        CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, FLIPPED, PING_PONG,
+                        P_SHARED, P_WIDE, DTYPE,
+                    )  # fmt: skip
+                    # The next tile's first block, while this tile's last product runs.
+                    if not KEEP_Q:
+                        tlx.barrier_arrive(q_empty[qs])
+                    if COUNTER:
+                        done, tile = tile, next_tile
+                        next_tile = _handed_over(numbers, tile_full, tile_empty, turn, TILE_STAGES)
+                    row = _row(TILES, turn, turns, tile, TEAM, COUNTER)
+                    keys, begin, end = next_keys, next_begin, next_end
+                    next_k_first, next_keys, next_begin, next_end = _keys(
+                        _row(TILES, turn + 1, turns, next_tile, TEAM, COUNTER), WINDOW
+                    )
+                    blocks = (end - begin + BLOCK_K - 1) // BLOCK_K
+                    if WINDOW:
+                        out_first, queries, first_i, head = _queries(row)
+                        i = first_i + cid * 64 + tl.arange(0, 64)
+                    j = begin + (blocks - 1) * BLOCK_K + columns
+                    seen = _seen(i, j, keys, queries, left, right, HAS_LEFT, HAS_RIGHT)
+                    st = count % STAGES
+                    before = (count - 1) % STAGES
+                    if not KEEP_Q:
+                        qs = turn % Q_STAGES
+                        tlx.barrier_wait(q_full[qs], (turn // Q_STAGES) & 1)
+                    weights, out0, out1, new_top, new_total, shrink = _step(
+                        q_tiles[qs * CONSUMERS + cid], k_tiles[st], k_full[st], k_empty[st],
+                        (count // STAGES) & 1, v_tiles[before], v_full[before], v_empty[before],
+                        ((count - 1) // STAGES) & 1, p_tiles[p_at], weights, out0, out1, nothing,
+                        zero, seen, scale, cid, CONSUMERS, BLOCK_K, PIECES, WINDOW, True, FLIPPED,
+                        PING_PONG, P_SHARED, P_WIDE, DTYPE,
+                    )  # fmt: skip
+                    count += 1
+                    _finish(
+                        out0, out1, top, total, desc_out, out_tiles[cid], LSE,
+                        _row(TILES, turn - 1, turns, done, TEAM, COUNTER), 64 * cid, HEADS,
+                        PIECES, WINDOW,
+                    )  # fmt: skip
+                    top, total = new_top, new_total
+                    out0 = tl.zeros([64, WIDTH], tl.float32)
+                    out1 = tl.zeros([64, WIDTH], tl.float32)
             weights, out0, out1, top, total, count = _rest_of_tile(
                 q_tiles[qs * CONSUMERS + cid], k_tiles, k_full, k_empty, v_tiles, v_full,
                 v_empty, p_tiles[p_at], weights, out0, out1, top, total, count, i, begin,
@@ -552,7 +632,7 @@ def hopper_forward_kernel(
                 out1 = tlx.async_dot_wait(0, out1)
             _finish(
                 out0, out1, top, total, desc_out, out_tiles[cid], LSE,
-                _row(TILES, turns - 1, turns, TEAM), 64 * cid, HEADS,
+                _row(TILES, turns - 1, turns, tile, TEAM, COUNTER), 64 * cid, HEADS,
                 PIECES, WINDOW,
             )  # fmt: skip
             tlx.async_descriptor_store_wait(0)

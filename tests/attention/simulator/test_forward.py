@@ -18,6 +18,7 @@ SHAPES = {
         Shape(3, 64, 4, 2, 160),
         Shape(2, 128, 3, 2, 240),
         with_all(Shape(2, 64, 2, 2, 240)),
+        Shape(1, 64, 4, 2, 232, counter=True),
     ],
     128: [
         Shape(1, 64, 3, 2, 232),
@@ -25,6 +26,7 @@ SHAPES = {
         Shape(2, 128, 2, 2, 240),
         Shape(3, 64, 3, 1, 160),
         Shape(2, 128, 2, 1, 240, ping_pong=True),
+        Shape(2, 128, 2, 2, 240, counter=True),
     ],
 }
 

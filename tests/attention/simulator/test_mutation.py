@@ -19,7 +19,7 @@ COMMON = Path(tlx_common.__file__).read_text()
 # Launches that between them reach every line: (dim, shape, mask or queries, p_shared, processors).
 LAUNCHES = [
     (128, with_all(Shape(2, 64, 2, 1, 240)), {"window": (150, 20)}, False, 2),
-    (64, Shape(2, 64, 3, 2, 240), {}, False, 2),
+    (64, Shape(2, 64, 3, 2, 240, counter=True), {}, False, 2),
     (128, Shape(2, 64, 1, 1, 240), {}, True, 2),
     (64, Shape(3, 64, 2, 1, 160), {"causal": True}, True, 2),
     (64, with_all(Shape(2, 128, 2, 2, 240)), {"causal": True}, False, 2),
@@ -27,6 +27,17 @@ LAUNCHES = [
 ]
 SEEDS = (0, 1, 2, 3)
 
+
+# Faults of the counter of tiles: (kind, text, text instead).
+COUNTED = [
+    ("takes a tile past its bound", "turn + 2 < turns", "True"),
+    ("no end of the tiles", "tl.where(tile < tiles, tile, -1)", "tile"),
+    (
+        "skips a tile",
+        "tl.num_programs(0) // TEAM + number",
+        "tl.num_programs(0) // TEAM + number + 1",
+    ),
+]
 
 # Faults that change nothing, as text in their description, and why.
 HARMLESS = {
@@ -95,6 +106,9 @@ def all_mutants():
         )  # fmt: skip
         was = f"{name} = tlx.local_alloc({shape})"
         m = edited(KERNEL, "overlapping alias", was, f"{was[:-1]}, reuse={other})")
+        found.append((m, m.source(KERNEL), COMMON))
+    for kind, was, now in COUNTED:
+        m = edited(KERNEL, kind, was, now)
         found.append((m, m.source(KERNEL), COMMON))
     found += [(m, KERNEL, m.source(COMMON)) for m in mutants(COMMON)]
     return found
