@@ -169,12 +169,16 @@ class DealtTiles:
             that the tile sees, first output row, queries of the sample, first query, head). Row
             `turn * ctas + place` belongs to CTA `place`, or `ctas - 1 - place` in odd turns: a
             zig-zag, which evens out the sums of lengths. Without a window the tiles of a sample and
-            head are neighbours, so that they run at the same time and share keys in the L2 cache.
+            head are neighbours, so that they run at the same time and share keys in the L2 cache;
+            with one they are sorted within sections whose keys fit there.
         empty: int32 `[n, 8]`, the same of tiles that see no key.
     """
 
     table: Tensor
     empty: Tensor
+
+
+SECTION = 2**15  # rows of keys, of all heads, that stay in the L2 cache
 
 
 @register("dealt_tiles")
@@ -252,25 +256,20 @@ def _deal(
     columns = (k_first, k_lengths, none, k_lengths, out_first, queries, none, none, *more)
     # Rows are gathered whole and in int32: a gather and a cast for every column take twice as long.
     of_sample = torch.stack(columns, 1).to(torch.int32)
+    longest = k_lengths.argsort(descending=True, stable=True)
+    of_pair = of_sample[longest].repeat_interleave(heads, 0)  # of a sample and head
+    of_pair[:, 7] = torch.arange(heads).repeat(longest.shape[0])
+    pair, number = _pieces(of_pair[:, 5], block_q)
+    table = of_pair.index_select(0, pair)
+    first = number * block_q
+    table[:, 6] = first
     if left is None and right is None:  # all tiles of a sample are alike
-        order = k_lengths.argsort(descending=True, stable=True)
-        of_pair = of_sample[order].repeat_interleave(heads, 0)
-        of_pair[:, 7] = torch.arange(heads).repeat(order.shape[0])
-        pair, number = _pieces(of_pair[:, 5], block_q)
-        table = of_pair.index_select(0, pair)
-        table[:, 6] = number * block_q
-    else:
-        sample, number = _pieces(queries, block_q)
-        first = number * block_q
-        begin, end = _visible(sample, first, block_q, k_lengths, queries, left, right)
-        of_tile = of_sample.index_select(0, sample)
-        for column, values in ((2, begin), (3, end), (6, first)):
-            of_tile[:, column] = values
-        blocks = (end - begin + block_k - 1) // block_k
-        order = blocks.argsort(descending=True, stable=True)
-        table = of_tile.index_select(0, order.repeat_interleave(heads))
-        table[:, 7] = torch.arange(heads).repeat(order.shape[0])
-    return table
+        return table
+    begin, end = _visible(pair, first, block_q, of_pair[:, 1], of_pair[:, 5], left, right)
+    table[:, 2], table[:, 3] = begin, end
+    blocks = (end - begin + block_k - 1) // block_k
+    section = of_pair[:, 1].cumsum(0) // SECTION
+    return table.index_select(0, ((section[pair] << 32) - blocks).argsort(stable=True))
 
 
 def _split(table: Tensor, device: torch.device, block: int = 1) -> DealtTiles:

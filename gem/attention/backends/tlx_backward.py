@@ -35,6 +35,8 @@ def backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; see `gem.attention.backends`."""
+    if not q.shape[0] or not int(call.k_lengths.sum()):
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     work = _Backward(call, dout, dlse, q, k, v, out, lse)
     if work.shared:
         work.add_all_shared()

@@ -470,11 +470,11 @@ def shared_queries_kernel(
     tl.store(PARTIAL + to, dq, mask=(i_rows[None, :] < queries) & (columns[:, None] < DIM))
 
 
-@triton.jit(do_not_specialize=["workers", "size"])
+@triton.jit(do_not_specialize=["workers"])  # a size of many 16 lets loads be wide
 def sum_kernel(PARTIAL, DQ, natural_scale, workers, size, BLOCK: tl.constexpr):
     """DQ `[size]` from PARTIAL float32 `[workers, size]`, added in the order of the workers."""
     x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for worker in tl.range(0, workers, num_stages=4):
-        total += tl.load(PARTIAL + worker * size.to(tl.int64) + x, mask=x < size, other=0.0)
+        total += tl.load(PARTIAL + tl.cast(worker, tl.int64) * size + x, mask=x < size, other=0.0)
     tl.store(DQ + x, (total * natural_scale).to(DQ.dtype.element_ty), mask=x < size)
