@@ -7,17 +7,17 @@ dim D, n keys and R the largest sum of |q k| that a score of the row has, times 
 - A tensor core adds 16 products at once to a running sum of at most R and cuts the result off, by
   2u relative; a CPU's sum of D products rounds D times, at random, some 2u sqrt(D) of R in all. A
   score is off by E = R u (D/8 + 2 sqrt(D)).
-- lse is off by a mean of its scores' errors, the sum of n rounded exponentials (each 4u) and its own
-  logarithm: E + u (8 + 2 sqrt(n) + 4 |lse|).
+- lse is off by a mean of its scores' errors, the sum of n rounded exponentials (each 4u) and its
+  own logarithm: E + u (8 + 2 sqrt(n) + 4 |lse|).
 - out is rounded to the half type, whose spacing is at most eps relative: two numbers that nearly
   agree become neighbours at the worst, eps |out|. The same happens to a probability with a chance
-  of about 2 E / eps, at most 1/16; that moves out by eps w v for a key of weight w. With B^2 the sum
-  of w^2 v^2 over the keys, the root mean square of that is eps B / 4; one key alone moves it by eps B
-  at the most. B is also the size that out has if values are of random sign. Each element is allowed
-  eps (|out| + 2 B): the neighbour, and eight times that root mean square.
+  of about 2 E / eps, at most 1/16; that moves out by eps w v for a key of weight w. With B^2 the
+  sum of w^2 v^2 over the keys, the root mean square of that is eps B / 4; one key alone moves it by
+  eps B at the most. B is also the size that out has if values are of random sign. Each element is
+  allowed eps (|out| + 2 B): the neighbour, and eight times that root mean square.
 - By root mean square over a tensor, out may differ by eps / 4 of max(|out|, B): of two results that
-  are rounded independently of each other (as by kernels that split keys otherwise) it is 0.4 eps, of
-  two that agree before rounding nearly 0.
+  are rounded independently of each other (as by kernels that split keys otherwise) it is 0.4 eps,
+  of two that agree before rounding nearly 0.
 """
 
 from __future__ import annotations

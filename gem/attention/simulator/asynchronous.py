@@ -39,6 +39,7 @@ class Operation:
         if not self.done:
             self.done = True
             self.effect()
+            context.changed()
             cta = self.task.cta
             cta.clock += 1
             self.ended = cta.clock

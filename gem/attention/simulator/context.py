@@ -13,8 +13,23 @@ if TYPE_CHECKING:
 cta: Cta | None = None
 task: Task | None = None
 
+# How often anything has changed that a kernel can read: memory, barriers, what is under way.
+changes = 0
+
 # A global that code compiled by the front end has.
 MARK = "_sim_kernel"
+
+
+def changed() -> None:
+    """Notes a change; loops that go round without one are endless (`spins`)."""
+    global changes
+    changes += 1
+
+
+def read(what: object, *place: object) -> None:
+    """Notes what the running task reads, should it be in a loop that seems endless."""
+    if task is not None and task.spin.reads is not None:
+        task.spin.note(what, place)
 
 
 def where() -> tuple[tuple[str, int], ...]:

@@ -87,7 +87,11 @@ class UnsupportedOperation(SimulationError):
 
 
 class StepLimit(SimulationError):
-    """The run took more scheduler steps than allowed: the kernel seems to spin."""
+    """The run took more steps and turns of loops than allowed: the kernel seems to spin."""
+
+
+class EndlessLoop(StepLimit):
+    """A loop repeats itself, and nothing that it reads can change any more."""
 
 
 class KernelAssertion(SimulationError):

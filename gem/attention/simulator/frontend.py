@@ -26,6 +26,7 @@ from gem.attention.simulator import (
     extension,
     language,
     remote,
+    spins,
     tasks,
     tcgen05,
 )
@@ -33,6 +34,8 @@ from gem.attention.simulator.errors import UnsupportedOperation
 from gem.attention.simulator.namespace import Namespace, operations
 from gem.attention.simulator.values import Value, value
 
+_READING = ("load", "local_load", "load_tensor_descriptor")  # also as methods
+_ATOMICS = [x for name, x in vars(language).items() if name.startswith("atomic_")]
 _NAMED = ("local_alloc", "alloc_barriers", "alloc_warp_barrier")
 
 
@@ -83,6 +86,7 @@ _BUILTINS = {
     "_sim_missing": Missing,
     "_sim_spec": tasks.Spec,
     "_sim_run": tasks.run,
+    "_sim_turn": spins.turn,
 }
 
 
@@ -261,9 +265,23 @@ class _Rewriter(ast.NodeTransformer):
         return [*(self._carry(name, node) for name in names), node]
 
     def visit_While(self, node: ast.While) -> list[ast.stmt]:
-        names = sorted(_assigned(node.body))
+        names, polls = sorted(_assigned(node.body)), self._polls(node)
         self.generic_visit(node)
+        code = "def f():\n if _sim_turn(True):\n  yield" if polls else "def f():\n _sim_turn(False)"
+        node.body.insert(0, _located(ast.parse(code).body[0].body[0], node))
         return [*(self._carry(name, node) for name in names), node]
+
+    def _polls(self, loop: ast.While) -> bool:
+        """Whether a loop may read memory, so that another task could end it."""
+        calls = [x.func for x in ast.walk(loop) if isinstance(x, ast.Call)]
+        if any(isinstance(x, ast.Attribute) and x.attr in _READING for x in calls):
+            return True
+        return any(
+            isinstance(x, triton.runtime.jit.KernelInterface)
+            or inspect.isgeneratorfunction(x)
+            or x in _ATOMICS
+            for x in map(self.resolve, calls)
+        )
 
     def _carry(self, name: str, at: ast.stmt) -> ast.stmt:
         code = f"try:\n    {name} = _sim_carried({name})\nexcept NameError:\n    pass\n"

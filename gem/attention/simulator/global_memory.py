@@ -68,6 +68,7 @@ def load(where: Value, mask: Value | None, other: Value | None) -> Value:
     dtype = where.dtype.element_ty
     offsets = where.data
     typed = where.base.typed(dtype)
+    context.read(where.base.name)
     if mask is None:
         index = where.base.indices(offsets, None, dtype, "load")
         bits = typed[index]
@@ -96,11 +97,18 @@ def store(where: Value, x: Value, mask: Value | None) -> None:
     typed = where.base.typed(dtype)
     bits = to_bits(np.asarray(x.data), dtype)
     if mask is None:
-        typed[where.base.indices(where.data, None, dtype, "store")] = bits
+        _put(typed, where.base.indices(where.data, None, dtype, "store"), bits)
         return
     offsets, seen = np.broadcast_arrays(where.data, np.asarray(mask.data, dtype=bool))
     index = where.base.indices(offsets, seen, dtype, "store")
-    typed[index[seen]] = np.broadcast_to(bits, offsets.shape)[seen]
+    _put(typed, index[seen], np.broadcast_to(bits, offsets.shape)[seen])
+
+
+def _put(typed: np.ndarray, index, bits) -> None:
+    """Writes; an atomic that changes nothing, as of a lock that is taken, is no change."""
+    if not np.array_equal(typed[index], bits):
+        context.changed()
+    typed[index] = bits
 
 
 class Descriptor:
@@ -172,6 +180,7 @@ class Descriptor:
 
     def load(self, offsets) -> Value:
         """A box as a tensor in registers, synchronously."""
+        context.read(self.memory.name)
         return Value(from_bits(np.array(self.box(offsets, "load")), self.dtype), self.dtype)
 
     def store(self, offsets, x: Value) -> None:
@@ -194,6 +203,7 @@ class Descriptor:
         inside = self._inside(offsets, what)
         if inside is None:
             return
+        context.changed()
         slices, to = inside
         new = bits.reshape(self.block_shape)[slices]
         if reduce:

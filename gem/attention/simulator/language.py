@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import triton.language as tl
 
-from gem.attention.simulator import context, global_memory
+from gem.attention.simulator import context, global_memory, spins
 from gem.attention.simulator.asynchronous import multiply
 from gem.attention.simulator.dtypes import held, is_float, rounded
 from gem.attention.simulator.errors import KernelAssertion, UnsupportedOperation
@@ -344,6 +344,7 @@ def range(arg1, arg2=None, step=None, **_):
     start, end = (0, arg1) if arg2 is None else (arg1, arg2)
     step = 1 if step is None else int(step)
     for i in builtins.range(int(start), int(end), step):
+        spins.count()
         yield Value(i, tl.int32)
 
 

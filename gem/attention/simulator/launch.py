@@ -40,6 +40,7 @@ class Counts:
         products: `async_dot`s, the tile steps of a kernel.
         operations: asynchronous operations issued, products included.
         steps, switches: times a task was resumed, and was another than before.
+        turns: of loops at run time.
         seconds: of wall time.
     """
 
@@ -50,6 +51,7 @@ class Counts:
     operations: int = 0
     steps: int = 0
     switches: int = 0
+    turns: int = 0
     seconds: float = 0.0
 
     @property
@@ -78,7 +80,8 @@ class _Run:
         self.compiler_fences = compiler_fences
         self.grid, self.warps, self.target, self.policy = grid, warps, target, policy
         self.counts, self.trace = counts, trace
-        self.step_limit = counts.steps + step_limit
+        self.step_limit = step_limit
+        self.last_step = counts.steps + counts.turns + step_limit
         self.waiting: list[tuple[int, int, int]] = []  # first CTAs of clusters not started
 
 
@@ -206,7 +209,7 @@ def simulate(
         seeds: the seeds, or how many (0, 1, ...). Seed 0 makes asynchronous operations take effect
             as late as possible, seed 1 at once, the others at random times.
         trace: filled with what happened, if given.
-        step_limit: of scheduler steps per run.
+        step_limit: of scheduler steps and turns of loops per run.
         compiler_fences: whether `async_descriptor_store` needs no `tlx.fence` before it: Triton's
             compiler puts one there, in the task that issues it.
         **constants: constexprs, and options such as num_warps.

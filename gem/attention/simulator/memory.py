@@ -186,6 +186,7 @@ class Buffer:
             fenced: which ordinary stores it knows to be fenced; None for an ordinary read.
         """
         memory = self.memory
+        context.read(self.name)
         written = self._state(0)
         low, high = int(written.min()), int(written.max())
         ids = (low,) if low == high else np.unique(written).tolist()
@@ -267,6 +268,7 @@ class Buffer:
         memory.writes.append(access)
         self._set(0, len(memory.writes) - 1)
         self._set(1, 0)
+        context.changed()
 
     def numbers(self) -> np.ndarray:
         """The content, in the type that holds it; not to be written to."""

@@ -7,14 +7,13 @@ from collections.abc import Generator
 
 import numpy as np
 
-from gem.attention.simulator import context
+from gem.attention.simulator import context, spins
 from gem.attention.simulator.asynchronous import Lane, Operation
 from gem.attention.simulator.clocks import AGENTS, nothing
 from gem.attention.simulator.errors import (
     Deadlock,
     ResourceError,
     SimulationError,
-    StepLimit,
     UnwaitedResult,
     WrongBytes,
 )
@@ -78,6 +77,7 @@ class Task:
         clocks, fences: what it knows to have happened, and which ordinary stores to be fenced.
         products, stores, loads: its queues of asynchronous operations.
         blocked: (barrier, parity or turn) that it waits for, or None.
+        spin: the turns of its loops since something has changed.
     """
 
     def __init__(self, cta: Cta, name: str, replica: int | None, threads: int, parent=None):
@@ -91,6 +91,7 @@ class Task:
         self.products, self.stores = Lane(cta.agent()), Lane(cta.agent())
         self.loads = Lane(cta.agent())  # by commit groups
         self.blocked: tuple | None = None
+        self.spin = spins.Spin()
         self.coroutine: Generator | None = None
 
     @property
@@ -201,6 +202,7 @@ class Cta:
         """Takes an operation over; it takes effect now or later."""
         self.clock += 1
         operation.issued = self.clock
+        context.changed()
         self.counts.operations += 1
         if self.policy.early:
             self._finish(operation)
@@ -241,12 +243,13 @@ class Cta:
             context.cta = context.task = None
 
     def _loop(self) -> None:
-        policy, counts, limit = self.policy, self.counts, self.run_of.step_limit
+        policy, counts, limit = self.policy, self.counts, self.run_of.last_step
         while True:
             live = [task for task in self.tasks if task.coroutine is not None]
             if not live:
                 return
-            ready = [task for task in live if task.ready()]
+            able = [task for task in live if task.ready()]
+            ready = [task for task in able if not task.spin.endless or not task.spin.stuck()]
             if self.pending:
                 self.pending[:] = [x for x in self.pending if not x.done]
             if self.pending:
@@ -257,22 +260,32 @@ class Cta:
                     self._finish(operation)
                     continue
             if not ready:
+                if able:
+                    self._endless(able, live)
                 self._deadlock(live)
             task = policy.task(ready)
             if task is not context.task:
                 counts.switches += 1
             counts.steps += 1
-            if counts.steps > limit:
-                raise context.error(StepLimit, f"{limit} scheduler steps and no end.")
             context.cta, context.task = task.cta, task
+            if counts.steps + counts.turns > limit:
+                raise spins.over(self, suspended_at(task.coroutine))
             self.clock += 1
             started = self.clock
             try:
                 next(task.coroutine)
             except StopIteration:
                 task.coroutine = None
+                context.changed()
             if self.trace is not None:
                 self.trace.slice(task.cta, task, started)
+
+    def _endless(self, spinning: list[Task], live: list[Task]) -> None:
+        task = spinning[0]
+        others = [t for t in live if t not in spinning and not isinstance(t.blocked[0], list)]
+        context.cta, context.task = task.cta, task
+        where = suspended_at(task.coroutine)
+        raise spins.report(spinning, [t.waits_for() for t in others], where)
 
     def _deadlock(self, live: list[Task]) -> None:
         waiting = [t for t in live if not isinstance(t.blocked[0], list)]

@@ -23,6 +23,7 @@ class Knowledge:
         times = self.arrivals.get(task.name, (0, ""))[0]
         self.arrivals[task.name] = times + 1, context.short(context.where())
         task.tick()
+        context.changed()
 
     def take_from(self, clocks, fences, name: str, where) -> None:
         """As `take`, from an asynchronous operation."""

@@ -158,7 +158,7 @@ def test_resources_that_there_are():
         ("load", errors.OutOfBounds, "the load reaches byte 256 of X, which has 256"),
         ("tensor memory", errors.UnsupportedOperation, "does not exist on sm_90"),
         ("unknown", errors.UnsupportedOperation, "does not know tl.sort"),
-        ("spin", errors.StepLimit, "1000 scheduler steps"),
+        ("spin", errors.EndlessLoop, "it reads no memory, which nobody changes"),
     ],
 )
 def test_what_is_out_of_place(kind, error, words):
