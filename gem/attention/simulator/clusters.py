@@ -6,7 +6,7 @@ from gem.attention.simulator import context
 from gem.attention.simulator.errors import BarrierMisuse, OutOfBounds, Race, UnsupportedOperation
 from gem.attention.simulator.memory import Buffer
 from gem.attention.simulator.sync import Barriers, Knowledge, MBarrier
-from gem.attention.simulator.tensor_memory import TensorBuffer
+from gem.attention.simulator.tensor_memory import TensorBuffer, view
 
 
 class ClusterBarrier(Knowledge):
@@ -123,5 +123,5 @@ def peer_buffer(buffer: Buffer, other) -> Buffer:
                 Race, f"tensor memory of CTA {other.rank} is used before it has allocated it"
             )
         life = other.tensor.made[buffer.life.number]
-        return TensorBuffer(other.tensor, buffer.offset, buffer.shape, buffer.dtype, name, life)
+        return view(other.tensor, buffer.offset, buffer.shape, buffer.dtype, name, life)
     return other.memory.buffer(buffer.offset, buffer.shape, buffer.strides, buffer.dtype, name)

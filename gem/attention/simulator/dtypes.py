@@ -1,6 +1,6 @@
 """Number formats: how the simulator holds them, and how they lie in memory.
 
-bfloat16 and float16 are held as float32 numbers that the format has.
+bfloat16, float16 and the 8-bit floats are held as float32 numbers that the format has.
 """
 
 from __future__ import annotations
@@ -15,15 +15,23 @@ from gem.attention.simulator.errors import UnsupportedOperation
 HELD = {
     "int1": np.bool_, "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64,
     "uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64,
-    "fp16": np.float32, "bf16": np.float32, "fp32": np.float32, "fp64": np.float64,
+    "fp8e5": np.float32, "fp8e4nv": np.float32, "fp16": np.float32, "bf16": np.float32,
+    "fp32": np.float32, "fp64": np.float64,
 }  # fmt: skip
-BITS = {**HELD, "int1": np.uint8, "fp16": np.float16, "bf16": np.uint16}
+BITS = {
+    **HELD, "int1": np.uint8, "fp8e5": np.uint8, "fp8e4nv": np.uint8, "fp16": np.float16,
+    "bf16": np.uint16,
+}  # fmt: skip
 OF_TORCH = {
     torch.bool: tl.int1, torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32,
     torch.int64: tl.int64, torch.uint8: tl.uint8, torch.float16: tl.float16,
+    torch.float8_e5m2: tl.float8e5, torch.float8_e4m3fn: tl.float8e4nv,
     torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64,
 }  # fmt: skip
 SHORT = {"fp16": torch.float16, "bf16": torch.bfloat16}
+FP8 = {"fp8e5": torch.float8_e5m2, "fp8e4nv": torch.float8_e4m3fn}
+# The number of every byte.
+_OF_BYTE = {k: torch.arange(256, dtype=torch.uint8).view(t).float().numpy() for k, t in FP8.items()}
 _RANK = {name: i for i, name in enumerate(HELD)}
 
 
@@ -41,7 +49,14 @@ def item_bytes(dtype: tl.dtype) -> int:
 
 
 def rounded(x: np.ndarray, dtype: tl.dtype) -> np.ndarray:
-    """float32 numbers rounded to the nearest of dtype, ties to even."""
+    """float32 numbers rounded to the nearest of dtype, ties to even.
+
+    8-bit floats saturate, as `cvt.rn.satfinite` does: infinities become the largest number.
+    """
+    if dtype.name in FP8:
+        most = torch.finfo(FP8[dtype.name]).max
+        x = np.clip(x, -most, most)  # NaN stays
+        return from_bits(to_bits(np.asarray(x), dtype), dtype)[()]
     to = SHORT.get(dtype.name)
     if to is None:
         return x
@@ -55,6 +70,9 @@ def to_bits(x: np.ndarray, dtype: tl.dtype) -> np.ndarray:
     if dtype.name == "bf16":
         x = np.ascontiguousarray(x, dtype=np.float32)
         return torch.from_numpy(x).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    if dtype.name in FP8:
+        x = np.array(x, dtype=np.float32, order="C")
+        return torch.from_numpy(x).to(FP8[dtype.name]).view(torch.uint8).numpy()
     return x.astype(BITS[dtype.name])
 
 
@@ -62,11 +80,20 @@ def from_bits(x: np.ndarray, dtype: tl.dtype) -> np.ndarray:
     """Numbers from memory, in the type that holds them."""
     if dtype.name == "bf16":
         return (x.astype(np.uint32) << 16).view(np.float32)
+    if dtype.name in FP8:
+        return _OF_BYTE[dtype.name][x]
     return x.astype(HELD[dtype.name])
 
 
 def is_float(dtype: tl.dtype) -> bool:
-    return dtype.name in ("fp16", "bf16", "fp32", "fp64")
+    return dtype.name in ("fp16", "bf16", "fp32", "fp64") or dtype.name in FP8
+
+
+def multiplies(a: tl.dtype, b: tl.dtype, k: int) -> bool:
+    """Whether the tensor cores take operands of these types with K columns and rows."""
+    if a.name in FP8 and b.name in FP8:
+        return k >= 32
+    return a == b and k >= 16
 
 
 def wrapped(x: int, dtype: tl.dtype) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import triton.language as tl
 
 from gem.attention.simulator import context
 from gem.attention.simulator.errors import UnsupportedOperation
@@ -47,8 +48,22 @@ def _fma(a, b, c):
     return a * b + c
 
 
-# By their names in triton.language.extra.cuda.inline_ptx_lib: pairs of float32, each by itself.
+def _amax_to_e8m0(amax, reciprocal):
+    """The biased exponent of amax * reciprocal rounded up to a power of two, and its inverse."""
+    scale = np.asarray((amax * reciprocal).data, np.float32)
+    fraction, exponent = np.frexp(scale)
+    exponent = np.clip(exponent - (fraction == 0.5) + 127, 0, 254) * (scale > 0)
+    exponent = np.where(np.isnan(scale), 255, exponent).astype(np.uint32)
+    inverse = ((np.uint32(254) - exponent) << np.uint32(23)).view(np.float32)
+    return made(exponent, tl.uint32), made(inverse, tl.float32)
+
+
+# By their names in triton.language.extra.cuda.inline_ptx_lib and tlx.mxfp8_utils: inline PTX.
+# Of pairs of float32 each goes by itself.
 PACKED = {
+    "_fused_amax_to_e8m0": _amax_to_e8m0,
+    "_cvt_e4m3x4_f32": lambda a: a.to(tl.float8e4nv),
+    "_cvt_e5m2x4_f32": lambda a: a.to(tl.float8e5),
     "_mul_f32x2": lambda a, b: a * b,
     "_sub_f32x2": lambda a, b: a - b,
     "_fma_f32x2": _fma,

@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 import triton.language as tl
 
-from gem.attention.simulator import clusters, context, language, tcgen05
+from gem.attention.simulator import clusters, context, language, scaled, tcgen05
 from gem.attention.simulator.aliases import AliasedBuffers, AliasSpec, ReuseGroup
 from gem.attention.simulator.asynchronous import Accumulator, Copy, Product, Store, copy_access
 from gem.attention.simulator.clocks import Access
-from gem.attention.simulator.dtypes import item_bytes
+from gem.attention.simulator.dtypes import item_bytes, multiplies
 from gem.attention.simulator.errors import (
     BarrierMisuse,
     OutOfBounds,
@@ -27,6 +27,7 @@ from gem.attention.simulator.tensor_memory import (
     AliasedTensorBuffers,
     TensorBuffer,
     TensorBuffers,
+    lanes,
     row_bytes,
 )
 from gem.attention.simulator.values import Value, value
@@ -82,7 +83,7 @@ def local_alloc(shape, dtype, num, storage=None, reuse=None, layout=None, _name=
     made = (TensorBuffers if tensor else Buffers)(memory, 0, num, shape, dtype, _name)
     size = num * made.bytes_each
     if reuse is None:
-        rows = {"rows": shape[0]} if tensor else {}
+        rows = {"rows": lanes(shape, dtype)} if tensor else {}
         made.offset = memory.allocate(size, _name, **rows)
     elif isinstance(reuse, Buffers | Buffer):
         if isinstance(reuse, Buffers):
@@ -90,7 +91,7 @@ def local_alloc(shape, dtype, num, storage=None, reuse=None, layout=None, _name=
         else:
             made.offset = reuse.offset
             whole = row_bytes(reuse.shape, reuse.dtype) if tensor else reuse.bytes_whole
-        if size > whole or (tensor and shape[0] > reuse.shape[0]):
+        if size > whole or (tensor and lanes(shape, dtype) > lanes(reuse.shape, reuse.dtype)):
             raise context.error(
                 OutOfBounds, f"{_name} of {size} bytes reuses {reuse.name}, which has {whole}"
             )
@@ -329,12 +330,20 @@ def async_dot(
         A = Value(A.data, A.dtype)
     m, k = A.shape
     n = B.shape[1]
-    if k != B.shape[0] or A.dtype != B.dtype or m < 64 or k < 16 or n < 32:
+    if k != B.shape[0] or not multiplies(A.dtype, B.dtype, k) or m < 64 or n < 32:
         raise context.error(
             UnsupportedOperation,
             f"async_dot of {A.dtype}{list(A.shape)} and {B.dtype}{list(B.shape)}: M, K and N are at"
-            " least 64, 16 and 32, and types and K agree",
+            " least 64, 16 (32 for 8-bit floats) and 32, and types and K agree",
         )
+    for operand, along in ((A, 1), (B, 0)):
+        size = item_bytes(operand.dtype)
+        if isinstance(operand, Buffer) and size != 2 and operand.strides[along] != size:
+            raise context.error(
+                UnsupportedOperation,
+                f"async_dot of {operand!r}: numbers of {8 * size} bits lie with those of one"
+                " dot product side by side (local_trans of [N, K] for the right operand)",
+            )
     if acc is not None and (tuple(acc.shape) != (m, n) or acc.dtype != tl.float32):
         raise context.error(UnsupportedOperation, f"async_dot of {m}x{n} added to {acc!r}")
     result = Accumulator(place, task.products, (m, n))
@@ -351,6 +360,20 @@ def async_dot(
     if context.cta.policy.switch():
         yield
     return result
+
+
+def async_dot_scaled(
+    A, B, acc, A_scale, A_format, B_scale, B_format, use_acc=None, pred=None, mBarriers=(),
+    two_ctas=False, force_async=False, out_dtype=tl.float32,
+):  # fmt: skip
+    formats, scale_buffers = (A_format, B_format), (A_scale, B_scale)
+    yield from scaled.dot(
+        A, B, acc, scale_buffers, formats, use_acc, pred, mBarriers, two_ctas, force_async
+    )
+
+
+def tmem_copy(src, dst):
+    yield from scaled.tmem_copy(_buffer(src, "tmem_copy"), _buffer(dst, "tmem_copy"))
 
 
 def async_dot_wait(pendings, inp):

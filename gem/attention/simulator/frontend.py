@@ -194,7 +194,7 @@ def _simulated(x):
         return x.value
     if isinstance(x, triton.runtime.jit.KernelInterface):
         if getattr(x, "__module__", "").startswith("triton.language."):
-            return TL_OPERATIONS.get(x.__name__, x)
+            return vars(TL).get(x.__name__, x)
         return x
     if isinstance(x, types.FunctionType) and x.__module__.startswith("triton.language"):
         space = TLX if ".tlx" in x.__module__ else TL

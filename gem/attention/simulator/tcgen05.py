@@ -11,6 +11,7 @@ import triton.language as tl
 from gem.attention.simulator import clusters, context
 from gem.attention.simulator.asynchronous import Operation, multiply
 from gem.attention.simulator.clocks import Access
+from gem.attention.simulator.dtypes import multiplies
 from gem.attention.simulator.errors import UnsupportedOperation
 from gem.attention.simulator.memory import Buffer, Buffers
 from gem.attention.simulator.tensor_memory import TensorBuffer
@@ -36,6 +37,10 @@ class TensorProduct(Operation):
                 part[...] = part + product if self.accumulate else product
             acc.put(new)
         self.signal.send(self)
+
+    def reads(self) -> list[Buffer]:
+        """What it reads but for its accumulators."""
+        return [*self.a, *self.b]
 
     def __str__(self) -> str:
         return f"product to {self.acc[0].name}"
@@ -71,7 +76,7 @@ class Signal:
             bar.arrive_by(self.clocks, self.fences, name, operation.where)
 
 
-def _operand(x, what: str):
+def operand(x, what: str):
     if isinstance(x, Buffers) and x.num == 1:
         x = x[0]
     if isinstance(x, Buffer):
@@ -85,6 +90,22 @@ def _operand(x, what: str):
 
 def _check(a, b, acc, columns: int) -> None:
     m, k = a.shape
+    if k != b.shape[0] or not multiplies(a.dtype, b.dtype, k):
+        raise context.error(
+            UnsupportedOperation,
+            f"async_dot of {a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}: K is at least 16"
+            " (32 for 8-bit floats), and types and K agree",
+        )
+    check_result(m, b, acc, columns)
+
+
+def check_result(m: int, b, acc, columns: int) -> None:
+    """Reports a size that there is not, or operands in the wrong memory.
+
+    Args:
+        m: rows of the left operand.
+        columns: CTAs that share the right operand's columns.
+    """
     n = b.shape[1] * columns
     if not isinstance(acc, TensorBuffer) or isinstance(b, TensorBuffer):
         raise context.error(
@@ -92,26 +113,36 @@ def _check(a, b, acc, columns: int) -> None:
             f"async_dot with accumulator {acc!r} and right operand {b!r}: on"
             f" {context.cta.target.name} they are in tensor and in shared memory",
         )
-    if k != b.shape[0] or a.dtype != b.dtype or m not in (64, 128) or k < 16 or not 32 <= n <= 256:
+    if m not in (64, 128) or not 32 <= n <= 256:
         raise context.error(
-            UnsupportedOperation,
-            f"async_dot of {a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}: M is 64 or 128, K"
-            " at least 16, N 32 to 256, and types and K agree",
+            UnsupportedOperation, f"async_dot of M {m} and N {n}: M is 64 or 128, N 32 to 256"
         )
     if acc.shape != (m, n) or acc.dtype != tl.float32:
         raise context.error(
             UnsupportedOperation, f"async_dot of {m}x{n} added to {acc!r} of {acc.dtype}"
         )
-    if columns == 2 and m != 128:
-        raise context.error(UnsupportedOperation, "two_ctas products of 64 rows per CTA")
 
 
 def dot(A, B, acc, use_acc, pred, mBarriers, two_ctas: bool, force_async: bool):
-    """`async_dot`; without barriers it is waited for, unless force_async is given."""
-    cta, task, place = context.cta, context.task, context.where()
-    a, b = _operand(A, "its left operand"), _operand(B, "its right operand")
-    acc = _operand(acc, "its accumulator")
+    """`async_dot`."""
+    a, b = operand(A, "its left operand"), operand(B, "its right operand")
+    acc = operand(acc, "its accumulator")
     _check(a, b, acc, 2 if two_ctas else 1)
+
+    def make(place, pair, use, signal):
+        sides = [[clusters.peer_buffer(x, other) for other in pair] for x in (a, b, acc)]
+        return TensorProduct(context.task, place, *sides, use, signal)
+
+    yield from issue(make, use_acc, pred, mBarriers, two_ctas, force_async)
+
+
+def issue(make, use_acc, pred, mBarriers, two_ctas: bool, force_async: bool):
+    """Issues a product; without barriers it is waited for, unless force_async is given.
+
+    Args:
+        make: makes it of (place in the source, CTAs, whether it accumulates, signal).
+    """
+    cta, task, place = context.cta, context.task, context.where()
     pair = clusters.pair(cta) if two_ctas else [cta]
     if (pred is not None and not bool(pred)) or pair[0] is not cta:
         return  # of a pair, the first CTA issues for both
@@ -124,15 +155,13 @@ def dot(A, B, acc, use_acc, pred, mBarriers, two_ctas: bool, force_async: bool):
     access = Access(task.products.agent, number, task.name, place, "product", True)
     clocks = task.clocks.copy()
     clocks[task.products.agent] = number  # its own products are done in order
-    sides = [[clusters.peer_buffer(x, other) for other in pair] for x in (a, b, acc)]
-    for x in (*sides[0], *sides[1]):
+    operation = make(place, pair, accumulate, Signal(task, number, barriers))
+    for x in operation.reads():
         x.read_by(access, clocks, task.fences)
-    for x in sides[2]:
+    for x in operation.acc:
         if accumulate:
             x.read_by(access, clocks)
         x.write_by(access, clocks)
-    signal = Signal(task, number, barriers)
-    operation = TensorProduct(task, place, *sides, accumulate, signal)
     task.products.issue(operation)
     cta.counts.products += 1
     cta.issue(operation)

@@ -66,9 +66,29 @@ class TensorMemory(SharedMemory):
         return half * self.pitch + start * COLUMN
 
 
+def is_scales(dtype: tl.dtype) -> bool:
+    """Whether a buffer of this type holds scales."""
+    return dtype.name in ("int8", "uint8")
+
+
+def lanes(shape: tuple[int, ...], dtype: tl.dtype) -> int:
+    """Lanes that a buffer takes: scales are there for all four warps."""
+    return LANES if is_scales(dtype) else shape[0]
+
+
 def row_bytes(shape: tuple[int, ...], dtype: tl.dtype) -> int:
-    """Bytes of a row of a buffer, in whole columns."""
+    """Bytes of a lane that a buffer takes, in whole columns.
+
+    Four columns of scales have those of 128 rows and four blocks.
+    """
+    if is_scales(dtype):
+        return -(-shape[0] // LANES) * _scale_bytes(shape[1])
     return -(-shape[1] * item_bytes(dtype) // COLUMN) * COLUMN
+
+
+def _scale_bytes(blocks: int) -> int:
+    """Bytes of a lane that scales of 128 rows take."""
+    return -(-blocks // 4) * 4 * COLUMN
 
 
 class TensorBuffers(Buffers):
@@ -76,11 +96,12 @@ class TensorBuffers(Buffers):
 
     def __init__(self, memory: TensorMemory, offset, num: int, shape, dtype, name: str):
         shape = tuple(shape)
-        if len(shape) != 2 or shape[0] not in (LANES, LANES // 2):
+        rows = lanes(shape, dtype)
+        if len(shape) != 2 or rows not in (LANES, LANES // 2) or shape[0] % min(shape[0], LANES):
             raise context.error(
                 UnsupportedOperation,
                 f"{name} of shape {list(shape)} in tensor memory: buffers there have 2 dimensions"
-                " and 64 or 128 rows",
+                " and 64 or 128 rows (scales up to 128 or a multiple of it)",
             )
         super().__init__(memory, offset, num, shape, dtype, name)
         self.bytes_each = row_bytes(shape, dtype)
@@ -89,7 +110,13 @@ class TensorBuffers(Buffers):
 
     def view(self, offset: int, index: int) -> TensorBuffer:
         name = f"{self.name}[{index}]"
-        return TensorBuffer(self.memory, offset, self.shape, self.dtype, name, self)
+        return view(self.memory, offset, self.shape, self.dtype, name, self)
+
+
+def view(memory, offset: int, shape, dtype, name: str, life: TensorBuffers) -> TensorBuffer:
+    """A buffer or part of one."""
+    kind = ScaleBuffer if is_scales(dtype) else TensorBuffer
+    return kind(memory, offset, shape, dtype, name, life)
 
 
 class AliasedTensorBuffers(TensorBuffers):
@@ -157,7 +184,7 @@ class TensorBuffer(Buffer):
                 UnsupportedOperation, f"a slice of {self!r} that starts within a column"
             )
         name = f"{self.name}[:, {column}:{column + columns}]"
-        return TensorBuffer(self.memory, start, shape, self.dtype, name, self.life)
+        return view(self.memory, start, shape, self.dtype, name, self.life)
 
     def transposed(self, dims) -> TensorBuffer:
         raise context.error(UnsupportedOperation, f"a transpose of {self!r} in tensor memory")
@@ -171,4 +198,39 @@ class TensorBuffer(Buffer):
                 OutOfBounds,
                 f"{self!r} of {self.dtype} in tensor memory taken as {dtype}{list(shape)}",
             )
-        return TensorBuffer(self.memory, self.offset, shape, dtype, self.name, self.life)
+        return view(self.memory, self.offset, shape, dtype, self.name, self.life)
+
+
+class ScaleBuffer(TensorBuffer):
+    """Scales, a byte each: rows beyond 128 lie in further columns.
+
+    The hardware has four rows to a lane, in copies for all warps; where they lie within their
+    columns does not show.
+    """
+
+    def __init__(self, memory: TensorMemory, offset, shape, dtype, name, life: TensorBuffers):
+        self.memory, self.offset, self.shape, self.dtype = memory, offset, shape, dtype
+        self.name, self.life, self.index = name, life, None
+        parts, rows = -(-shape[0] // LANES), min(shape[0], LANES)
+        start = offset % memory.pitch
+        step = _scale_bytes(shape[1])
+        self.bits = np.ndarray(
+            (parts, rows, shape[1]), BITS[dtype.name], memory.bytes.data, start,
+            (step, memory.pitch, 1),
+        )  # fmt: skip
+        last = start + (parts - 1) * step + shape[1]
+        columns = slice(start // COLUMN, -(-last // COLUMN))
+        self.states = memory.written[:, columns], memory.readers[:, columns]
+
+    def numbers(self) -> np.ndarray:
+        return np.array(self.bits).reshape(self.shape)
+
+    def put(self, numbers: np.ndarray) -> None:
+        self.bits[...] = numbers.view(self.bits.dtype).reshape(self.bits.shape)
+
+    def slice(self, offset, shape) -> TensorBuffer:
+        if self.shape[0] > LANES:
+            raise context.error(
+                UnsupportedOperation, f"a slice of {self!r}, scales of more than {LANES} rows"
+            )
+        return super().slice(offset, shape)

@@ -15,6 +15,7 @@ import triton.language as tl
 from gem.attention.simulator import context
 from gem.attention.simulator.dtypes import (
     BITS,
+    FP8,
     SHORT,
     from_bits,
     held,
@@ -331,6 +332,10 @@ def _arithmetic(a, b, name: str):
     if name == "divide" and not is_float(dtype):
         dtype = tl.float32
     a, b = numbers(a, dtype), numbers(b, dtype)
+    if dtype.name in FP8:
+        raise context.error(
+            UnsupportedOperation, f"{name} of {dtype}, which has no arithmetic: convert it first"
+        )
     if is_float(dtype):
         if name in _FLOAT:
             data = _FLOAT[name](a, b)

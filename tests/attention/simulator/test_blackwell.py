@@ -105,7 +105,7 @@ def test_storage_aliases(kind, fault):
         ("wait", "sm_100", "async_dot_wait does not exist on sm_100"),
         ("commit", "sm_90", "tcgen05_commit does not exist on sm_90"),
         ("launch control", "sm_90", "CLC does not exist on sm_90"),
-        ("pair", "sm_100", "two_ctas"),
+        ("pair", "sm_100", "two_ctas in a cluster of 1"),
         ("copy", "sm_100", "in tensor memory"),
         ("transpose", "sm_100", "a transpose of"),
     ],
