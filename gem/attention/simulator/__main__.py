@@ -45,6 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="one seed alone, as a report names it")
     parser.add_argument("--target", default="sm_90", choices=list(TARGETS))
     parser.add_argument("--processors", type=int, default=2, help="of the simulated GPU")
+    parser.add_argument(
+        "--compiler-fences",
+        action="store_true",
+        help="async_descriptor_store needs no fence before it: Triton's compiler puts one there",
+    )
     parser.add_argument("--trace", metavar="JSON", help="write a trace for Perfetto")
     options = parser.parse_args(arguments)
     file, _, name = options.what.rpartition(":")
@@ -62,7 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
     for seed in seeds:
         torch.manual_seed(seed)
         given = {"seed": seed} if "seed" in inspect.signature(function).parameters else {}
-        with simulated(options.target, seed, processors=options.processors, trace=trace) as counts:
+        settings = {"processors": options.processors, "compiler_fences": options.compiler_fences}
+        with simulated(options.target, seed, trace=trace, **settings) as counts:
             try:
                 function(**given)
                 launched += counts.programs

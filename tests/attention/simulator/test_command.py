@@ -55,6 +55,13 @@ def test_a_fault_is_printed_and_makes_the_exit_code(mine, capsys):
     assert out.startswith("seed 4: MissingFence at ") and out.endswith("1 of 1 seeds failed\n")
 
 
+def test_fences_of_the_compiler(mine, capsys):
+    assert main([f"{mine}:faulty", "--seeds", "2", "--compiler-fences"]) == 0
+    assert capsys.readouterr().out.endswith("no fault found\n")
+    assert main([f"{mine}:faulty", "--seeds", "2"]) == 1
+    assert "MissingFence" in capsys.readouterr().out
+
+
 def test_wrong_numbers_make_the_exit_code(mine, capsys):
     assert main([f"{mine}:off", "--seeds", "2"]) == 1
     assert "seed 1: wrong: Tensor-likes are not close!" in capsys.readouterr().out
