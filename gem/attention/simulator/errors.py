@@ -62,6 +62,10 @@ class UnwaitedResult(SimulationError):
     """An accumulator read before its product was waited for, or a result never waited for."""
 
 
+class OverwrittenOperand(SimulationError):
+    """A left operand in registers, made anew in a loop before the last one has been read."""
+
+
 class WrongBytes(SimulationError):
     """Copies bring another number of bytes than their barrier expects."""
 

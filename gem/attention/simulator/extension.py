@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import triton.language as tl
 
-from gem.attention.simulator import clusters, context, language, scaled, tcgen05
+from gem.attention.simulator import clusters, context, language, operands, scaled, tcgen05
 from gem.attention.simulator.aliases import AliasedBuffers, AliasSpec, ReuseGroup
 from gem.attention.simulator.asynchronous import Accumulator, Copy, Product, Store, copy_access
 from gem.attention.simulator.clocks import Access
@@ -138,7 +138,7 @@ def _access(what: str) -> Access:
 def local_load(src, token=None, relaxed=False):
     src = _buffer(src, "local_load")
     src.read_by(_access("load"), context.task.clocks)
-    return Value(np.array(src.numbers()), src.dtype)
+    return operands.noted(Value(np.array(src.numbers()), src.dtype))
 
 
 def local_store(dst, src):
@@ -351,6 +351,8 @@ def async_dot(
         acc = Value(acc.data, acc.dtype)
     operation = Product(task, place, A, B, acc, result)
     number = result.number = task.products.issue(operation)
+    if isinstance(A, Value):
+        operands.check(task, A, place, number)
     for operand in (A, B):
         if isinstance(operand, Buffer):
             access = Access(task.products.agent, number, task.name, place, "product", True)

@@ -350,7 +350,22 @@ def range(arg1, arg2=None, step=None, **_):
 
 def static_range(arg1, arg2=None, step=None):
     start, end = (0, arg1) if arg2 is None else (arg1, arg2)
-    return builtins.range(int(start), int(end), 1 if step is None else int(step))
+    return _Unrolled(builtins.range(int(start), int(end), 1 if step is None else int(step)))
+
+
+class _Unrolled:
+    """A loop whose turns are code of their own."""
+
+    def __init__(self, indices):
+        self.indices = indices
+
+    def __iter__(self):
+        unrolled = context.task.unrolled
+        depth = len(unrolled)
+        for i in self.indices:
+            unrolled[depth:] = [i]
+            yield i
+        del unrolled[depth:]
 
 
 def load_tensor_descriptor(desc, offsets):

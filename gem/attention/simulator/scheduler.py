@@ -78,6 +78,8 @@ class Task:
         products, stores, loads: its queues of asynchronous operations.
         blocked: (barrier, parity or turn) that it waits for, or None.
         spin: the turns of its loops since something has changed.
+        lefts: the last product of every place whose left operand is in registers.
+        unrolled: the indices of the `static_range` loops that it is in.
     """
 
     def __init__(self, cta: Cta, name: str, replica: int | None, threads: int, parent=None):
@@ -92,6 +94,8 @@ class Task:
         self.loads = Lane(cta.agent())  # by commit groups
         self.blocked: tuple | None = None
         self.spin = spins.Spin()
+        self.lefts: dict[tuple, int] = {}
+        self.unrolled: list[int] = []
         self.coroutine: Generator | None = None
 
     @property

@@ -12,7 +12,7 @@ import operator
 import numpy as np
 import triton.language as tl
 
-from gem.attention.simulator import context
+from gem.attention.simulator import context, operands
 from gem.attention.simulator.dtypes import (
     BITS,
     FP8,
@@ -81,9 +81,11 @@ class Value:
     """A scalar (Python int or bool, NumPy float) or tensor (NumPy array) and its dtype.
 
     A pointer is a Value whose numbers are byte offsets into `base`.
+
+    `origin` is when a short tensor was made, where that is noted: see `operands`.
     """
 
-    __slots__ = ("data", "dtype", "base")
+    __slots__ = ("data", "dtype", "base", "origin")
 
     def __init__(self, data, dtype: tl.dtype, base=None):
         self.data, self.dtype, self.base = data, dtype, base
@@ -124,7 +126,10 @@ class Value:
         """The numbers in another type (or the same bits)."""
         dtype = getattr(dtype, "value", dtype)
         if dtype is self.dtype or dtype == self.dtype:
-            return Value(self.data, dtype, self.base)
+            same = Value(self.data, dtype, self.base)
+            if dtype.primitive_bitwidth <= 16 and hasattr(self, "origin"):
+                same.origin = self.origin
+            return same
         if self.base is not None:
             return Value(self.data, dtype, self.base)
         if bitcast:
@@ -133,7 +138,8 @@ class Value:
         data = self.data
         if is_float(dtype):
             if isinstance(data, np.ndarray):
-                return Value(rounded(data.astype(held(dtype), copy=False), dtype), dtype)
+                data = rounded(data.astype(held(dtype), copy=False), dtype)
+                return operands.noted(Value(data, dtype))
             return Value(rounded(held(dtype)(data), dtype), dtype)
         if isinstance(data, np.ndarray):
             if dtype.name == "int1":
