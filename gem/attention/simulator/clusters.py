@@ -96,7 +96,12 @@ def peer_barrier(bar: MBarrier, other):
 
 
 def alive(other, what: str) -> None:
-    """Reports what reaches a CTA that has ended."""
+    """Reports what reaches a CTA that has ended.
+
+    With two_ctas products the compiler makes the CTAs of a cluster wait for each other at the end.
+    """
+    if context.cta.run_of.two_ctas:
+        return
     if other is not context.cta and other.main.coroutine is None:
         raise context.error(Race, f"the {what} reaches CTA {other.rank}, which has ended.")
 

@@ -27,7 +27,6 @@ from gem.attention.simulator.tensor_memory import (
     AliasedTensorBuffers,
     TensorBuffer,
     TensorBuffers,
-    lanes,
     row_bytes,
 )
 from gem.attention.simulator.values import Value, value
@@ -83,7 +82,7 @@ def local_alloc(shape, dtype, num, storage=None, reuse=None, layout=None, _name=
     made = (TensorBuffers if tensor else Buffers)(memory, 0, num, shape, dtype, _name)
     size = num * made.bytes_each
     if reuse is None:
-        rows = {"rows": lanes(shape, dtype)} if tensor else {}
+        rows = {"rows": made.lanes} if tensor else {}
         made.offset = memory.allocate(size, _name, **rows)
     elif isinstance(reuse, Buffers | Buffer):
         if isinstance(reuse, Buffers):
@@ -91,7 +90,7 @@ def local_alloc(shape, dtype, num, storage=None, reuse=None, layout=None, _name=
         else:
             made.offset = reuse.offset
             whole = row_bytes(reuse.shape, reuse.dtype) if tensor else reuse.bytes_whole
-        if size > whole or (tensor and lanes(shape, dtype) > lanes(reuse.shape, reuse.dtype)):
+        if size > whole or (tensor and made.lanes > getattr(reuse, "life", reuse).lanes):
             raise context.error(
                 OutOfBounds, f"{_name} of {size} bytes reuses {reuse.name}, which has {whole}"
             )

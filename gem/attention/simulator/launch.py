@@ -15,9 +15,10 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gem.attention.simulator import context, frontend, global_memory, targets
+from gem.attention.simulator.errors import SimulationError
 from gem.attention.simulator.memory import SharedMemory
 from gem.attention.simulator.scheduler import Cta, Policy
-from gem.attention.simulator.tensor_memory import TensorMemory
+from gem.attention.simulator.tensor_memory import PairFound, TensorMemory
 from gem.attention.simulator.trace import Trace
 from gem.attention.simulator.values import value
 
@@ -83,6 +84,9 @@ class _Run:
         self.step_limit = step_limit
         self.last_step = counts.steps + counts.turns + step_limit
         self.waiting: list[tuple[int, int, int]] = []  # first CTAs of clusters not started
+        self.pairs: dict[int, bool] = {}  # allocations in tensor memory, see `TensorBuffers`
+        self.two_ctas = False  # whether there are products of pairs
+        self.too_much: SimulationError | None = None  # columns, if no results of pairs are found
 
 
 def launch(
@@ -109,35 +113,87 @@ def launch(
     grid = (*(int(n) for n in grid), 1, 1)[:3]
     constant = {p.name for p in kernel.params if p.is_constexpr}
     arguments = {k: x if k in constant else _argument(x, k) for k, x in bound.arguments.items()}
-    policy = Policy(seed)
     run = _Run(
-        grid, int(options.get("num_warps") or 4), targets.target(target), policy, counts, trace,
-        step_limit, compiler_fences,
+        grid, int(options.get("num_warps") or 4), targets.target(target), Policy(seed), counts,
+        trace, step_limit, compiler_fences,
     )  # fmt: skip
     function = frontend.compiled(kernel)
     dims = _cluster(grid, options)
     members = _programs(*(range(d) for d in dims))
-    memories = [_memories(run.target) for _ in members]
+    memories = [_memories(run.target, len(members) > 1) for _ in members]
     began = time.perf_counter()
     firsts = _programs(*(range(0, n, d) for n, d in zip(grid, dims, strict=True)))
     counts.launches += 1
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with np.errstate(all="ignore"):  # as on a GPU: infinities and NaN
-            run.waiting = policy.order(firsts)
-            while run.waiting:
-                at, first = run.waiting.pop(0), None
-                for member, memory in zip(members, memories, strict=True):
-                    program = tuple(a + m for a, m in zip(at, member, strict=True))
-                    cta = Cta(run, program, *memory, first)
-                    first = first or cta
-                counts.programs += len(members)
-                first.run(lambda: _start(function, arguments))
+        before = _Before(run, arguments) if run.target.tensor_columns and len(members) > 1 else None
+        while True:
+            try:
+                _run_all(run, firsts, members, memories, lambda: _start(function, arguments))
+                break
+            except PairFound as found:
+                before.restore()
+                run.pairs[found.number] = found.result
     finally:
         torch.set_num_threads(threads)
         counts.seconds += time.perf_counter() - began
     return counts
+
+
+def _run_all(run: _Run, firsts, members, memories, start) -> None:
+    """Runs the clusters of a grid one after another."""
+    with np.errstate(all="ignore"):  # as on a GPU: infinities and NaN
+        run.waiting = run.policy.order(firsts)
+        while run.waiting:
+            at, first = run.waiting.pop(0), None
+            for member, memory in zip(members, memories, strict=True):
+                program = tuple(a + m for a, m in zip(at, member, strict=True))
+                cta = Cta(run, program, *memory, first)
+                first = first or cta
+            run.counts.programs += len(members)
+            try:
+                first.run(start)
+            except SimulationError:
+                _check_size(run, first)
+                raise
+            _check_size(run, first)
+
+
+def _check_size(run: _Run, cta: Cta) -> None:
+    """Reports tensor memory that is too much, also if results of pairs take half."""
+    if run.too_much is not None:
+        run.too_much.cta, run.too_much.seed = cta.program, run.policy.seed
+        raise run.too_much
+
+
+class _Before:
+    """What a run changes, to begin it anew: the compiler knows layouts that a run finds out."""
+
+    def __init__(self, run: _Run, arguments: dict):
+        self.run, self.counts = run, dataclasses.replace(run.counts)
+        self.events = len(run.trace.events) if run.trace is not None else 0
+        self.memories = [(m.bytes, m.bytes.copy()) for m in _memories_of(arguments.values())]
+
+    def restore(self) -> None:
+        run = self.run
+        vars(run.counts).update(vars(self.counts))
+        run.policy, run.too_much = Policy(run.policy.seed), None
+        if run.trace is not None:
+            events = run.trace.events
+            events[self.events :] = [x for x in events[self.events :] if x["ph"] == "M"]
+        for now, before in self.memories:
+            now[...] = before
+
+
+def _memories_of(arguments) -> Iterator[global_memory.GlobalMemory]:
+    """Of pointers and descriptors."""
+    for x in arguments:
+        if isinstance(x, tuple):
+            yield from _memories_of(x)
+        memory = getattr(x, "memory", getattr(x, "base", None))
+        if isinstance(memory, global_memory.GlobalMemory):
+            yield memory
 
 
 def _cluster(grid, options) -> tuple[int, int, int]:
@@ -155,10 +211,11 @@ def _programs(*axes) -> list[tuple[int, int, int]]:
     return [(i, j, k) for k in z for j in y for i in x]
 
 
-def _memories(target) -> tuple:
+def _memories(target, cluster: bool) -> tuple:
     """(shared memory, tensor memory or None) of a CTA."""
     columns = target.tensor_columns
-    return SharedMemory(target.shared_bytes), TensorMemory(columns) if columns else None
+    tensor = TensorMemory(columns, columns if cluster else 0) if columns else None
+    return SharedMemory(target.shared_bytes), tensor
 
 
 def _python(kernel):

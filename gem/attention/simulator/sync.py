@@ -106,6 +106,9 @@ class MBarrier(Knowledge):
         """A copy of so many bytes is complete."""
         access.clock = self.phase + 1
         self.last_copy = access.clock, access
+        cta = context.cta
+        if len(cta.cluster) > 1:  # who waits for it knows that the CTA of the copy has started
+            self.coming[cta.main.agent] = max(self.coming[cta.main.agent], 1)
         self.bytes -= size
         self._end()
 

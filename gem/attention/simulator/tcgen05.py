@@ -14,7 +14,7 @@ from gem.attention.simulator.clocks import Access
 from gem.attention.simulator.dtypes import multiplies
 from gem.attention.simulator.errors import UnsupportedOperation
 from gem.attention.simulator.memory import Buffer, Buffers
-from gem.attention.simulator.tensor_memory import TensorBuffer
+from gem.attention.simulator.tensor_memory import LANES, TensorBuffer, require_pair
 
 
 class TensorProduct(Operation):
@@ -128,6 +128,10 @@ def dot(A, B, acc, use_acc, pred, mBarriers, two_ctas: bool, force_async: bool):
     a, b = operand(A, "its left operand"), operand(B, "its right operand")
     acc = operand(acc, "its accumulator")
     _check(a, b, acc, 2 if two_ctas else 1)
+    if two_ctas and a.shape[0] < LANES:
+        require_pair(acc, True)
+        if isinstance(a, TensorBuffer):
+            require_pair(a, False)
 
     def make(place, pair, use, signal):
         sides = [[clusters.peer_buffer(x, other) for other in pair] for x in (a, b, acc)]
@@ -144,6 +148,7 @@ def issue(make, use_acc, pred, mBarriers, two_ctas: bool, force_async: bool):
     """
     cta, task, place = context.cta, context.task, context.where()
     pair = clusters.pair(cta) if two_ctas else [cta]
+    cta.run_of.two_ctas |= bool(two_ctas)
     if (pred is not None and not bool(pred)) or pair[0] is not cta:
         return  # of a pair, the first CTA issues for both
     barriers = []

@@ -1,7 +1,8 @@
 """Tensor memory of a CTA (Blackwell): columns of 128 lanes, 32 bits each.
 
 A buffer of 128 rows takes all lanes of its columns, one of 64 rows half of them. Numbers of 16
-bits lie two to a column.
+bits lie two to a column. What a pair of CTAs with 64 rows each multiplies takes all lanes: of its
+result, lanes 64 to 127 have the right half of the columns; its left operand is there twice.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import triton.language as tl
 
 from gem.attention.simulator import context
 from gem.attention.simulator.aliases import AliasedBuffers, AliasSpec
-from gem.attention.simulator.dtypes import BITS, from_bits, item_bytes
+from gem.attention.simulator.dtypes import BITS, from_bits, item_bytes, to_bits
 from gem.attention.simulator.errors import (
     OutOfBounds,
     OverwrittenRead,
@@ -23,6 +24,7 @@ from gem.attention.simulator.memory import Buffer, Buffers, SharedMemory
 LANES = 128
 COLUMN = 4  # bytes of a lane
 _HALVES = 2
+_HALF = LANES // _HALVES
 
 
 class TensorMemory(SharedMemory):
@@ -34,8 +36,10 @@ class TensorMemory(SharedMemory):
 
     granule, alignment, poisoned = COLUMN * LANES // _HALVES, COLUMN, True
 
-    def __init__(self, columns: int):
-        self.columns, self.pitch = columns, columns * COLUMN
+    def __init__(self, limit: int, spare: int = 0):
+        """Has `limit` columns, and spare ones for what turns out to be too much only later."""
+        columns = limit + spare
+        self.limit, self.columns, self.pitch = limit, columns, columns * COLUMN
         self.bytes = np.zeros((LANES, self.pitch), np.uint8)
         self.written = np.zeros((_HALVES, columns), np.int32)
         self.readers = np.zeros_like(self.written)
@@ -54,16 +58,43 @@ class TensorMemory(SharedMemory):
         half = 0 if rows == LANES or self.free[0] <= self.free[1] else 1
         start = max(self.free) if rows == LANES else self.free[half]
         self.allocations.append((name, columns))
-        if start + columns > self.columns:
+        if start + columns > self.limit:
             parts = ", ".join(f"{n} {s}" for n, s in self.allocations)
-            raise context.error(
+            error = context.error(
                 ResourceError,
                 f"{start + columns} columns of tensor memory are needed ({parts}), but a CTA has"
-                f" {self.columns}",
+                f" {self.limit}",
             )
+            if start + columns > self.columns:
+                raise error
+            context.cta.run_of.too_much = error
         for h in range(_HALVES) if rows == LANES else (half,):
             self.free[h] = start + columns
         return half * self.pitch + start * COLUMN
+
+
+class PairFound(Exception):
+    """A buffer turns out to be a pair's with 64 rows, whose place the compiler knows beforehand.
+
+    Attributes:
+        number: of the allocation.
+        result: whether it is a result, not a left operand.
+    """
+
+    def __init__(self, number: int, result: bool):
+        super().__init__(number, result)
+        self.number, self.result = number, result
+
+
+def require_pair(buffer: TensorBuffer, result: bool) -> None:
+    """Raises PairFound unless the launch knows it already."""
+    life = buffer.life
+    if life.pair is None:
+        raise PairFound(life.number, result)
+    if life.pair != result:
+        raise context.error(
+            UnsupportedOperation, f"{buffer!r} as result and as left operand of a pair's products"
+        )
 
 
 def is_scales(dtype: tl.dtype) -> bool:
@@ -104,9 +135,20 @@ class TensorBuffers(Buffers):
                 " and 64 or 128 rows (scales up to 128 or a multiple of it)",
             )
         super().__init__(memory, offset, num, shape, dtype, name)
-        self.bytes_each = row_bytes(shape, dtype)
         self.number = len(memory.made)
         memory.made.append(self)
+        # Whether it is a result of pairs (True) or their left operand (False); None: neither.
+        self.pair: bool | None = context.cta.run_of.pairs.get(self.number)
+        self.lanes = lanes(shape, dtype) if self.pair is None else LANES
+        self.bytes_each = row_bytes(shape, dtype) // (2 if self.pair else 1)
+
+    def is_whole(self, other: TensorBuffers) -> bool:
+        """Whether it stands for a pair's result as it lies in all lanes, at the same place."""
+        return (
+            bool(other.pair)
+            and (self.shape, self.dtype) == ((LANES, other.shape[1] // _HALVES), other.dtype)
+            and self.start(0) == other.start(0)
+        )
 
     def view(self, offset: int, index: int) -> TensorBuffer:
         name = f"{self.name}[{index}]"
@@ -115,7 +157,7 @@ class TensorBuffers(Buffers):
 
 def view(memory, offset: int, shape, dtype, name: str, life: TensorBuffers) -> TensorBuffer:
     """A buffer or part of one."""
-    kind = ScaleBuffer if is_scales(dtype) else TensorBuffer
+    kind = ScaleBuffer if is_scales(dtype) else PairBuffer if life.pair else TensorBuffer
     return kind(memory, offset, shape, dtype, name, life)
 
 
@@ -142,7 +184,7 @@ class TensorBuffer(Buffer):
         self.strides = memory.pitch, item_bytes(dtype)
         half, start = divmod(offset, memory.pitch)
         columns = slice(start // COLUMN, -(-(start + shape[1] * item_bytes(dtype)) // COLUMN))
-        halves = slice(half, half + shape[0] * _HALVES // LANES)
+        halves = slice(half, half + (life.lanes if life.pair is False else shape[0]) // _HALF)
         lane = half * LANES // _HALVES
         self.bits = np.ndarray(
             shape, BITS[dtype.name], memory.bytes.data, lane * memory.pitch + start, self.strides
@@ -154,7 +196,7 @@ class TensorBuffer(Buffer):
         super().read_by(access, clocks, None)
         for i in np.unique(self.states[0]).tolist():
             life = self.memory.lives[i]
-            if life is not None and life is not self.life:
+            if life is not None and life is not self.life and not self.life.is_whole(life):
                 raise context.error(
                     OverwrittenRead,
                     f"the {access.what} reads {self!r}, but the same columns of tensor memory hold"
@@ -199,6 +241,33 @@ class TensorBuffer(Buffer):
                 f"{self!r} of {self.dtype} in tensor memory taken as {dtype}{list(shape)}",
             )
         return view(self.memory, self.offset, shape, dtype, self.name, self.life)
+
+
+class PairBuffer(TensorBuffer):
+    """The result of a pair's products with 64 rows each: its right half lies in lanes 64 to 127."""
+
+    def __init__(self, memory: TensorMemory, offset, shape, dtype, name, life: TensorBuffers):
+        self.memory, self.offset, self.shape, self.dtype = memory, offset, shape, dtype
+        self.name, self.life, self.index = name, life, None
+        size, width = item_bytes(dtype), shape[1] // _HALVES
+        self.bits = np.ndarray(
+            (shape[0], _HALVES, width), BITS[dtype.name], memory.bytes.data, offset,
+            (memory.pitch, _HALF * memory.pitch, size),
+        )  # fmt: skip
+        columns = slice(offset // COLUMN, -(-(offset + width * size) // COLUMN))
+        self.states = memory.written[:, columns], memory.readers[:, columns]
+
+    def numbers(self) -> np.ndarray:
+        return from_bits(np.array(self.bits), self.dtype).reshape(self.shape)
+
+    def put(self, numbers: np.ndarray) -> None:
+        self.bits[...] = to_bits(numbers, self.dtype).reshape(self.bits.shape)
+
+    def slice(self, offset, shape) -> TensorBuffer:
+        raise context.error(UnsupportedOperation, f"a slice of {self!r}, a pair's result")
+
+    def reinterpreted(self, dtype, shape) -> TensorBuffer:
+        raise context.error(UnsupportedOperation, f"another type of {self!r}, a pair's result")
 
 
 class ScaleBuffer(TensorBuffer):

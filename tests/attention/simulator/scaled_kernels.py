@@ -145,15 +145,24 @@ def scale_store_kernel(X, OUT, ROWS: tl.constexpr, FAULT: tl.constexpr = ""):
 
 
 @triton.jit
-def pair_kernel(desc_a, desc_b, C, ROWS: tl.constexpr, K: tl.constexpr, FAULT: tl.constexpr = ""):
-    """C = A @ B by pairs of CTAs: each has ROWS rows of A and half of the 128 columns of B."""
+def pair_kernel(
+    desc_a, desc_b, C, COUNT, ROWS: tl.constexpr, K: tl.constexpr, FAULT: tl.constexpr = ""
+):
+    """C = A @ B by pairs of CTAs: each has ROWS rows of A and half of the 128 columns of B.
+
+    Their result takes 128 * ROWS / 128 columns, so that with 64 rows there are 64 more.
+    """
+    MORE: tl.constexpr = 512 - ROWS + (4 if FAULT == "too many columns" else 0)
     a = tlx.local_alloc((ROWS, K), tl.float16, 1)
     b = tlx.local_alloc((K, 64), tl.float16, 1)
     acc = tlx.local_alloc((ROWS, 128), tl.float32, 1, tlx.storage_kind.tmem)
+    more = tlx.local_alloc((128, MORE), tl.float32, 1, tlx.storage_kind.tmem)
     full = tlx.alloc_barriers(1)
     both = tlx.alloc_barriers(1, arrive_count=2)
     done = tlx.alloc_barriers(1)
     rank = tlx.cluster_cta_rank()
+    tl.atomic_add(COUNT + rank, 1)
+    tlx.local_store(more[0], tl.zeros([128, MORE], tl.float32))
     tlx.barrier_expect_bytes(full[0], (ROWS + 64) * K * 2)
     tlx.async_descriptor_load(desc_a, a[0], [rank * ROWS, 0], full[0])
     tlx.async_descriptor_load(desc_b, b[0], [0, rank * 64], full[0])
@@ -169,7 +178,35 @@ def pair_kernel(desc_a, desc_b, C, ROWS: tl.constexpr, K: tl.constexpr, FAULT: t
     i = rank * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, 128)
     tl.store(C + i[:, None] * 128 + j[None, :], tlx.local_load(acc[0]))
-    tlx.cluster_barrier()
+    tl.device_assert(tl.max(tlx.local_load(more[0])) == 0.0)
+
+
+@triton.jit
+def whole_kernel(desc_a, desc_b, OUT, WIDTH: tl.constexpr, FAULT: tl.constexpr = ""):
+    """A pair's result of 64 rows each, read as it lies in 128 lanes, and added to OUT."""
+    a = tlx.local_alloc((64, 64), tl.float16, 1)
+    b = tlx.local_alloc((64, 64), tl.float16, 1)
+    spec = tlx.storage_alias_spec(storage=tlx.storage_kind.tmem)
+    acc = tlx.local_alloc((64, 128), tl.float32, 1, tlx.storage_kind.tmem, reuse=spec)
+    whole = tlx.local_alloc((128, WIDTH), tl.float32, 1, tlx.storage_kind.tmem, reuse=spec)
+    full = tlx.alloc_barriers(1)
+    both = tlx.alloc_barriers(1, arrive_count=2)
+    done = tlx.alloc_barriers(1)
+    rank = tlx.cluster_cta_rank()
+    tlx.barrier_expect_bytes(full[0], 2 * 64 * 64 * 2)
+    tlx.async_descriptor_load(desc_a, a[0], [rank * 64, 0], full[0])
+    tlx.async_descriptor_load(desc_b, b[0], [0, rank * 64], full[0])
+    tlx.barrier_wait(full[0], 0)
+    tlx.barrier_arrive(both[0], 1, remote_cta_rank=0)
+    tlx.barrier_wait(both[0], 0, pred=rank == 0)
+    tlx.async_dot(a[0], b[0], acc[0], use_acc=False, two_ctas=True, mBarriers=[done[0]])
+    tlx.barrier_wait(done[0], 0)
+    i = tl.arange(0, 128)
+    j = tl.arange(0, WIDTH)
+    if FAULT == "slice":
+        tlx.local_load(tlx.local_slice(acc[0], [0, 0], [64, 32]))
+    part = tlx.local_load(whole[0])
+    tl.store(OUT + rank * 8192 + i[:, None] * WIDTH + j[None, :], part)
 
 
 @triton.jit

@@ -121,11 +121,13 @@ def test_pipelined_gemm_ends_without_a_wait(tutorial, seed):
 
 @pytest.mark.parametrize("seed", [0, 1, 3])
 @pytest.mark.parametrize("causal", [False, True])
-def test_flash_attention_backward(tutorial, causal, seed, monkeypatch):
+@pytest.mark.parametrize("ctas", [1, 2])
+def test_flash_attention_backward(tutorial, ctas, causal, seed, monkeypatch):
+    """Pairs of CTAs add to dq by products with 64 rows each, read in all lanes at once."""
     module = tutorial("blackwell_fa_ws_pipelined_persistent")
-    kernel = module._attn_bwd_ws  # of its configurations, those of single CTAs
-    singles = [config for config in kernel.configs if config.kwargs["NUM_CTAS"] == 1]
-    monkeypatch.setattr(kernel, "configs", [singles[seed % len(singles)]])
+    kernel = module._attn_bwd_ws
+    configs = [config for config in kernel.configs if config.kwargs["NUM_CTAS"] == ctas]
+    monkeypatch.setattr(kernel, "configs", [configs[seed % len(configs)]])
     generator = torch.Generator().manual_seed(seed)
     q, k, v, dout = (torch.randn(1, 1, 512, 128, generator=generator).half() for _ in range(4))
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]

@@ -237,18 +237,40 @@ def test_pairs_of_ctas(rows, seed):
     a, b = torch.randn(2 * rows, 64).half(), torch.randn(64, 128).half()
     args = [described(a, [rows, 64]), described(b, [64, 64])]
 
+    count = torch.zeros(2, dtype=torch.int32)
+
     def run(fault=""):
         c = torch.full((2 * rows, 128), torch.nan)
         options = {"ROWS": rows, "K": 64, "FAULT": fault, "seeds": [seed], **PAIRS}
-        simulate(kernels.pair_kernel, (2,), [*args, c], **options)
+        simulate(kernels.pair_kernel, (2,), [*args, c, count], **options)
         return c
 
     torch.testing.assert_close(run(), a.float() @ b.float(), rtol=1e-5, atol=1e-4)
+    # Once each, although the run begins anew when it finds a pair of 64 rows.
+    assert count.tolist() == [1, 1]
+    with pytest.raises(errors.ResourceError, match="516 columns .*, but a CTA has 512") as caught:
+        run("too many columns")
+    assert caught.value.seed == seed and caught.value.cta is not None
     unready = (errors.Race, errors.UninitialisedRead)
     with pytest.raises(unready, match="the product reads [ab].* of CTA 1"):
         run("no word from the other")
     with pytest.raises(errors.Race, match=r"acc\[0\].* by task the program of CTA"):
         run("no wait")
+
+
+def test_a_pairs_result_lies_in_all_lanes():
+    """Lanes 64 to 127 have its right half of columns."""
+    a, b = torch.randn(128, 64).half(), torch.randn(64, 128).half()
+    args = [described(x, [64, 64]) for x in (a, b)]
+    for seed in SEEDS:
+        out = torch.full((2, 2, 64, 64), torch.nan)
+        simulate(kernels.whole_kernel, (2,), [*args, out], WIDTH=64, seeds=[seed], **PAIRS)
+        expected = (a.float() @ b.float()).view(2, 64, 2, 64).transpose(1, 2)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
+    with pytest.raises(errors.OverwrittenRead, match="tensor memory hold acc"):
+        simulate(kernels.whole_kernel, (2,), [*args, out], WIDTH=32, **PAIRS)
+    with pytest.raises(errors.UnsupportedOperation, match="a slice of acc"):
+        simulate(kernels.whole_kernel, (2,), [*args, out], WIDTH=64, FAULT="slice", **PAIRS)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
