@@ -128,7 +128,7 @@ def dot(A, B, acc, use_acc, pred, mBarriers, two_ctas: bool, force_async: bool):
     a, b = operand(A, "its left operand"), operand(B, "its right operand")
     acc = operand(acc, "its accumulator")
     _check(a, b, acc, 2 if two_ctas else 1)
-    if two_ctas and a.shape[0] < LANES:
+    if two_ctas and a.shape[0] < LANES and clusters.pair(context.cta):
         require_pair(acc, True)
         if isinstance(a, TensorBuffer):
             require_pair(a, False)
