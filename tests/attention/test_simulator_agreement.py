@@ -116,7 +116,7 @@ def launched(case, problem):
 
 
 def in_simulator(case, problem, seed=0):
-    with simulated(seed=seed, processors=3):
+    with simulated(seed=seed, processors=4):
         return launched(case, problem)
 
 
@@ -169,24 +169,26 @@ def test_the_cases_cover_what_there_is():
 
 
 def test_every_tlx_kernel_is_compared(monkeypatch):
-    """A TLX kernel that is added without a comparison fails here."""
+    """A TLX kernel that is added without a comparison fails here; so does keeping no queries."""
     there = {
         name
         for file in Path(backends.__file__).parent.glob("tlx_*.py")
         for name, x in vars(__import__(f"{backends.__name__}.{file.stem}", fromlist=["_"])).items()
         if isinstance(x, triton.JITFunction) and name.endswith("_kernel")
     }
-    ran = set()
+    ran, kept = set(), set()
     run = tlx_.triton_.run
 
     def noted(kernel, *args, **options):
         ran.add(kernel.fn.__name__)
+        kept.add(options.get("KEEP_Q"))
         return run(kernel, *args, **options)
 
     monkeypatch.setattr(tlx_.triton_, "run", noted)
-    for case in CASES[:4]:
+    for case in (*CASES[:2], *(c for c in CASES if c.shape.keep_q)):
         in_simulator(case, case.problem())
     assert ran == there
+    assert True in kept
 
 
 @pytest.fixture
