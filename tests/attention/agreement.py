@@ -1,4 +1,4 @@
-"""Whether two runs of one forward kernel differ by rounding alone: on a GPU and in the simulator.
+"""Whether two runs of one kernel differ by rounding alone: on a GPU and in the simulator.
 
 Both take the same blocks in the same order, so that what differs is the order of sums within a
 product or a row, `exp2` and `log2` in their last bits, and fused multiplications. With u = 2^-24,
@@ -15,9 +15,12 @@ dim D, n keys and R the largest sum of |q k| that a score of the row has, times 
   sum of w^2 v^2 over the keys, the root mean square of that is eps B / 4; one key alone moves it by
   eps B at the most. B is also the size that out has if values are of random sign. Each element is
   allowed eps (|out| + 2 B): the neighbour, and eight times that root mean square.
-- By root mean square over a tensor, out may differ by eps / 4 of max(|out|, B): of two results that
-  are rounded independently of each other (as by kernels that split keys otherwise) it is 0.4 eps,
-  of two that agree before rounding nearly 0.
+- Gradients of the same out and lse round probabilities and score gradients in the same way. A row
+  that becomes its neighbour everywhere has moved by eps of its norm; of a row that is smaller than
+  most (where terms cancel), eps of the tensor's usual row is allowed.
+- By root mean square over a tensor, out may differ by eps / 4 of max(|out|, B), a gradient by that
+  of itself: of two results that are rounded independently of each other (as by kernels that split
+  keys otherwise) it is 0.4 eps, of two that agree before rounding nearly 0.
 """
 
 from __future__ import annotations
@@ -88,6 +91,24 @@ def difference(
         _largest(lse_apart / lse_bound),
         (apart != 0).double().mean().item() if apart.numel() else 0.0,
     )
+
+
+def gradient_difference(problem: Problem, one: tuple, other: tuple) -> dict[str, float]:
+    """The worst of rows and root mean square, as a share of what is allowed, of dq, dk and dv.
+
+    Args:
+        problem: on the CPU.
+        one, other: (dq, dk, dv) of two runs on the CPU, from the same out and lse.
+    """
+    eps, found = torch.finfo(problem.q.dtype).eps, {}
+    for name, x, y in zip(("dq", "dk", "dv"), one, other, strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype, (name, x.shape, y.shape)
+        x, y = x.double(), y.double()
+        rows, apart = x.norm(dim=-1), (x - y).norm(dim=-1).nan_to_num(nan=torch.inf)
+        usual = rows.square().mean().sqrt()
+        by_row = _largest(apart / (eps * torch.maximum(rows, usual)).clamp(min=1e-30))
+        found[name] = max(by_row, _share(apart.norm().item(), RMS * eps * rows.norm().item()))
+    return found
 
 
 def _share(x: float, allowed: float) -> float:

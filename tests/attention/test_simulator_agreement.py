@@ -16,7 +16,7 @@ from gem.attention.layout import JaggedLayout
 from gem.attention.simulator import asynchronous, frontend, simulated
 from gem.attention.simulator.values import Value
 from gem.attention.testing import call_of, random_problem
-from tests.attention.agreement import difference
+from tests.attention.agreement import difference, gradient_difference
 from tests.attention.simulator.mutation import imported
 
 Shape = tlx_.Shape
@@ -72,7 +72,8 @@ class Case:
         lengths = [rng.randint(1, 300), 0, rng.randint(1, 150), rng.choice([1, 64, 128])]
         rng.shuffle(lengths)
         others = [rng.choice([0, rng.randint(1, 250)]) for _ in lengths]
-        first = rng.randint(2, 200) if form == "broadcast" else lengths
+        queries = options.pop("queries", rng.randint(2, 200))
+        first = queries if form == "broadcast" else lengths
         return random_problem(
             first,
             {"broadcast": lengths, "self": None, "cross": others}[form],
@@ -111,6 +112,22 @@ CASES = cases()
 GROUPS = [list(g) for _, g in itertools.groupby(CASES, lambda c: (c.dim > 64, c.shape, c.p_shared))]
 
 
+# Backward: of every third case, and of queries that all keys share.
+BACKWARD = CASES[::3] + [
+    Case(
+        900 + n,
+        Shape(1, 64, 3, 2, 232),
+        dim,
+        dtype,
+        (2, 2),
+        (("form", "broadcast"), ("queries", queries)),
+    )
+    for n, (dim, dtype, queries) in enumerate(
+        [(64, torch.bfloat16, 64), (40, torch.float16, 33), (128, torch.float16, 50)]
+    )
+]
+
+
 def launched(case, problem):
     return tlx_.launch(call_of(problem), problem.q, problem.k, problem.v, case.shape, case.p_shared)
 
@@ -137,6 +154,36 @@ def _moved(layout, device):
 def on_gpu(case, problem):
     """(out, lse) of the GPU, on the CPU."""
     return tuple(x.cpu() for x in launched(case, moved(problem, "cuda")))
+
+
+def gradients(problem, out, lse):
+    call = dataclasses.replace(call_of(problem), direction="backward")
+    return tlx_.backward(call, problem.dout, None, problem.q, problem.k, problem.v, out, lse)
+
+
+def gradients_in_simulator(problem, out, lse, seed=0):
+    with simulated(seed=seed, processors=4):
+        return gradients(problem, out, lse)
+
+
+def gradients_on_gpu(problem, out, lse):
+    found = gradients(moved(problem, "cuda"), out.cuda(), lse.cuda())
+    return tuple(x.cpu() for x in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", BACKWARD, ids=lambda c: str(c.number))
+def test_gradients_of_gpu_and_simulator_agree(case, capsys):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    problem = case.problem()
+    given = in_simulator(case, problem)
+    found = gradients_in_simulator(problem, *given)
+    shares = gradient_difference(problem, found, gradients_on_gpu(problem, *given))
+    with capsys.disabled():
+        print(f"\n{case.number}, dim {case.dim}, {case.dtype}: {shares}", end="")
+    assert max(shares.values()) <= 1
 
 
 @pytest.mark.gpu
@@ -174,19 +221,25 @@ def test_every_tlx_kernel_is_compared(monkeypatch):
         name
         for file in Path(backends.__file__).parent.glob("tlx_*.py")
         for name, x in vars(__import__(f"{backends.__name__}.{file.stem}", fromlist=["_"])).items()
-        if isinstance(x, triton.JITFunction) and name.endswith("_kernel")
+        if isinstance(x, triton.JITFunction)
+        and ".tlx_" in x.fn.__module__
+        and name[-7:] == "_kernel"
     }
     ran, kept = set(), set()
     run = tlx_.triton_.run
 
     def noted(kernel, *args, **options):
-        ran.add(kernel.fn.__name__)
+        if ".tlx_" in kernel.fn.__module__:
+            ran.add(kernel.fn.__name__)
         kept.add(options.get("KEEP_Q"))
         return run(kernel, *args, **options)
 
     monkeypatch.setattr(tlx_.triton_, "run", noted)
     for case in (*CASES[:2], *(c for c in CASES if c.shape.keep_q)):
         in_simulator(case, case.problem())
+    for case in (BACKWARD[0], BACKWARD[-1]):
+        problem = case.problem()
+        gradients_in_simulator(problem, *in_simulator(case, problem))
     assert ran == there
     assert True in kept
 
@@ -225,6 +278,39 @@ def test_other_arithmetic_is_within_the_bound(case, request, capsys):
     with capsys.disabled():
         print(f"\n{case.number}, dim {case.dim}, {case.dtype}: {apart}", end="")
     assert 0 < apart.lse and apart.worst <= 1
+
+
+@pytest.mark.parametrize("case", BACKWARD[::3] + BACKWARD[-1:], ids=lambda c: str(c.number))
+def test_other_arithmetic_moves_gradients_within_the_bound(case, request, capsys):
+    problem = case.problem()
+    given = in_simulator(case, problem)
+    plain = gradients_in_simulator(problem, *given)
+    request.getfixturevalue("other_arithmetic")
+    shares = gradient_difference(problem, plain, gradients_in_simulator(problem, *given, seed=3))
+    with capsys.disabled():
+        print(f"\n{case.number}, dim {case.dim}, {case.dtype}: {shares}", end="")
+    assert max(shares.values()) <= 1
+    if case.dtype == torch.float16:  # bfloat16 may round all of it away
+        assert max(shares.values()) > 0
+    assert max(gradient_difference(problem, plain, plain).values()) == 0
+
+
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+def test_wrong_gradients_are_found(name):
+    case = next(c for c in BACKWARD if dict(c.options)["form"] == "self")
+    problem = case.problem()
+    plain = gradients_in_simulator(problem, *in_simulator(case, problem))
+    at = ("dq", "dk", "dv").index(name)
+    for change in ("swap", "more", "nan"):
+        changed = [x.clone() for x in plain]
+        if change == "swap":
+            changed[at][[0, 1]] = changed[at][[1, 0]]
+        elif change == "more":
+            changed[at] *= 1.01
+        else:
+            changed[at][2, 0, 1] = torch.nan
+        shares = gradient_difference(problem, plain, changed)
+        assert shares[name] > 1 and sum(x > 1 for x in shares.values()) == 1, change
 
 
 def test_another_seed_gives_the_same_bits():
