@@ -191,15 +191,17 @@ def dealt_tiles(
     block_q: int,
     block_k: int,
     device: torch.device,
+    ctas: int = 1,
 ) -> DealtTiles:
     """Tiles of `block_q` queries of one head, those with the most blocks of `block_k` keys first.
 
     Args:
         k_lengths, queries, left, right: as in `query_tiles`.
+        ctas: CTAs that take them; where a window has one side only, two turns are sorted at a time.
     """
     if not isinstance(queries, Tensor):
         queries = torch.full_like(k_lengths, queries)
-    table = _deal(k_lengths, queries, left, right, heads, block_q, block_k)
+    table = _deal(k_lengths, queries, left, right, heads, block_q, block_k, ctas)
     return _split(table, device)
 
 
@@ -213,6 +215,7 @@ def dealt_keys(
     block_k: int,
     block_q: int,
     device: torch.device,
+    ctas: int = 1,
 ) -> DealtTiles:
     """Tiles of `block_k` keys of one key head, those that the most queries see first.
 
@@ -224,7 +227,7 @@ def dealt_keys(
     padded = (queries + block_q - 1) // block_q * block_q
     stats = padded.cumsum(0) - padded
     # Key j sees query i exactly if i sees j, with left and right exchanged.
-    table = _deal(queries, k_lengths, right, left, heads, block_k, block_q, stats)
+    table = _deal(queries, k_lengths, right, left, heads, block_k, block_q, ctas, stats)
     return _split(table, device, block_q)
 
 
@@ -248,6 +251,7 @@ def _deal(
     heads: int,
     block_q: int,
     block_k: int,
+    ctas: int,
     *more: Tensor,
 ) -> Tensor:
     """The rows of `DealtTiles`, seen or not, with `more` columns of each sample."""
@@ -269,7 +273,13 @@ def _deal(
     table[:, 2], table[:, 3] = begin, end
     blocks = (end - begin + block_k - 1) // block_k
     section = of_pair[:, 1].cumsum(0) // SECTION
-    return table.index_select(0, ((section[pair] << 32) - blocks).argsort(stable=True))
+    order = ((section[pair] << 32) - blocks).argsort(stable=True)
+    if left is None or right is None:
+        # Tiles differ by the place in their sample. A zig-zag evens out what is sorted, and a
+        # section does not end where a turn does; so two turns at a time are sorted.
+        turns = torch.arange(order.shape[0]) // (2 * ctas)
+        order = order[((turns << 32) - blocks[order]).argsort(stable=True)]
+    return table.index_select(0, order)
 
 
 def _split(table: Tensor, device: torch.device, block: int = 1) -> DealtTiles:

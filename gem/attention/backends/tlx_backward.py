@@ -113,6 +113,7 @@ class _Backward:
             BLOCK_K,
             self.block_q,
             self.q.device,
+            processors(self.q.device),
         )
         if tiles.empty.shape[0]:
             self.dk.zero_()
