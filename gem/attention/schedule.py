@@ -170,7 +170,7 @@ class DealtTiles:
             `turn * ctas + place` belongs to CTA `place`, or `ctas - 1 - place` in odd turns: a
             zig-zag, which evens out the sums of lengths. Without a window the tiles of a sample and
             head are neighbours, so that they run at the same time and share keys in the L2 cache;
-            with one they are sorted within sections whose keys fit there.
+            with one side of a window only they are sorted within sections whose keys fit there.
         empty: int32 `[n, 8]`, the same of tiles that see no key.
     """
 
@@ -178,7 +178,7 @@ class DealtTiles:
     empty: Tensor
 
 
-SECTION = 2**15  # rows of keys, of all heads, that stay in the L2 cache
+SECTION = 2**15  # rows of keys, each of one head, that stay in the L2 cache together
 
 
 @register("dealt_tiles")
@@ -260,26 +260,39 @@ def _deal(
     columns = (k_first, k_lengths, none, k_lengths, out_first, queries, none, none, *more)
     # Rows are gathered whole and in int32: a gather and a cast for every column take twice as long.
     of_sample = torch.stack(columns, 1).to(torch.int32)
+    if left is not None and right is not None:
+        # Tiles are alike but for those at a sample's ends, and share keys with the next ones only.
+        sample, number = _pieces(queries, block_q)
+        first = number * block_q
+        table = of_sample.index_select(0, sample)
+        begin, end = _visible(sample, first, block_q, k_lengths, queries, left, right)
+        table[:, 2], table[:, 3], table[:, 6] = begin, end, first
+        order = _blocks(table, block_k).argsort(descending=True, stable=True)
+        table = table.index_select(0, order.repeat_interleave(heads))
+        table[:, 7] = torch.arange(heads).repeat(order.shape[0])
+        return table
     longest = k_lengths.argsort(descending=True, stable=True)
     of_pair = of_sample[longest].repeat_interleave(heads, 0)  # of a sample and head
     of_pair[:, 7] = torch.arange(heads).repeat(longest.shape[0])
     pair, number = _pieces(of_pair[:, 5], block_q)
-    table = of_pair.index_select(0, pair)
     first = number * block_q
+    table = of_pair.index_select(0, pair)
     table[:, 6] = first
     if left is None and right is None:  # all tiles of a sample are alike
         return table
-    begin, end = _visible(pair, first, block_q, of_pair[:, 1], of_pair[:, 5], left, right)
-    table[:, 2], table[:, 3] = begin, end
-    blocks = (end - begin + block_k - 1) // block_k
-    section = of_pair[:, 1].cumsum(0) // SECTION
+    keys, rows = of_pair[:, 1], of_pair[:, 5]
+    table[:, 2], table[:, 3] = _visible(pair, first, block_q, keys, rows, left, right)
+    blocks, section = _blocks(table, block_k), keys.cumsum(0) // SECTION
     order = ((section[pair] << 32) - blocks).argsort(stable=True)
-    if left is None or right is None:
-        # Tiles differ by the place in their sample. A zig-zag evens out what is sorted, and a
-        # section does not end where a turn does; so two turns at a time are sorted.
-        turns = torch.arange(order.shape[0]) // (2 * ctas)
-        order = order[((turns << 32) - blocks[order]).argsort(stable=True)]
-    return table.index_select(0, order)
+    # A zig-zag evens out what is sorted, and a section does not end where a turn does. So two turns
+    # at a time are sorted.
+    turns = torch.arange(order.shape[0]) // (2 * ctas)
+    return table.index_select(0, order[((turns << 32) - blocks[order]).argsort(stable=True)])
+
+
+def _blocks(table: Tensor, block: int) -> Tensor:
+    """Blocks of keys that each tile sees."""
+    return (table[:, 3] - table[:, 2] + block - 1) // block
 
 
 def _split(table: Tensor, device: torch.device, block: int = 1) -> DealtTiles:

@@ -63,8 +63,10 @@ class Shape:
     counter: bool = False
 
 
-def forward_shape(block_d: int, broadcast: bool, queries: float, keys: float) -> Shape:
-    """What was fastest on an H200 for these means per sample."""
+def forward_shape(
+    block_d: int, broadcast: bool, queries: float, keys: float, group: int = 1
+) -> Shape:
+    """What was fastest on an H200 for these means per sample, `group` query heads on a key head."""
     short = keys < 256
     if block_d == 64:
         if queries <= 64:
@@ -78,7 +80,7 @@ def forward_shape(block_d: int, broadcast: bool, queries: float, keys: float) ->
         return Shape(1, 64, 5, 2, 232, p_wide=True)
     if 128 < queries <= 192:
         return Shape(3, 64, 4, 1, 160, p_wide=True, keep_q=keys < 768, counter=short)
-    if queries <= 128 or keys < 512:
+    if queries * group <= 128 or keys < 512:
         return Shape(2, 64, 4, 2, 240, p_wide=True)
     return Shape(2, 128, 2, 2, 240)
 
@@ -86,7 +88,8 @@ def forward_shape(block_d: int, broadcast: bool, queries: float, keys: float) ->
 def shape_of(call: Call, q: Tensor) -> Shape:
     """The shape that `forward` takes for a call."""
     means = triton_.mean_queries(call, q), triton_.mean(call.k_lengths)
-    return forward_shape(block_columns(call), call.form == "broadcast", *means)
+    group = call.heads // call.kv_heads
+    return forward_shape(block_columns(call), call.form == "broadcast", *means, group)
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
