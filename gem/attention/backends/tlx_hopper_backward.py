@@ -109,19 +109,18 @@ def _queries(row):
 
 
 @triton.jit
-def _probabilities(s, lse, begin, end, scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr):
+def _probabilities(s, lse, begin, end, scale, EDGES: tl.constexpr):
     """P^T of scores `[64 keys, 64 queries]`: at most 1, whatever rounding does to the scores.
 
-    MASKED: 0 but for the queries from begin to end, `[64]` of each key, counted from the tile's;
-    CAUSAL: there is no end.
+    EDGES: 1, with the queries before begin 0, 2, with those from end on, 3 for both; begin and end
+    are `[64]` for each key, counted from the tile's first query.
     """
     p = tl.math.exp2(tl.minimum(s * scale - lse[None, :], 0.0))
-    if MASKED:
-        i = tl.arange(0, 64)[None, :]
-        seen = i >= begin[:, None]
-        if not CAUSAL:
-            seen = seen & (i < end[:, None])
-        p = tl.where(seen, p, 0.0)
+    i = tl.arange(0, 64)[None, :]
+    if EDGES % 2 == 1:
+        p = tl.where(i >= begin[:, None], p, 0.0)
+    if EDGES >= 2:
+        p = tl.where(i < end[:, None], p, 0.0)
     return p
 
 
@@ -155,8 +154,7 @@ def _step(
     cid: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    EDGES: tl.constexpr,
     WITH_DQ: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -168,7 +166,7 @@ def _step(
         s1 = tlx.async_dot(k_tiles[cid], tlx.local_trans(q_tiles[at + 1]))
         dp1 = tlx.async_dot(v_tile, tlx.local_trans(do_tiles[at + 1]))
     s0 = tlx.async_dot_wait(2 * TILES - 1, s0)
-    p0 = _probabilities(s0, tlx.local_load(lse_tiles[at]), begin, end, scale, MASKED, CAUSAL)
+    p0 = _probabilities(s0, tlx.local_load(lse_tiles[at]), begin, end, scale, EDGES)
     dp0 = tlx.async_dot_wait(2 * TILES - 2, dp0)
     if TILES == 1:
         tlx.barrier_arrive(v_empty, pred=last)
@@ -182,7 +180,7 @@ def _step(
     if TILES == 2:
         s1 = tlx.async_dot_wait(3, s1)
         lse1 = tlx.local_load(lse_tiles[at + 1])
-        p1 = _probabilities(s1, lse1, begin - 64, end - 64, scale, MASKED, CAUSAL)
+        p1 = _probabilities(s1, lse1, begin - 64, end - 64, scale, EDGES)
         dp1 = tlx.async_dot_wait(2, dp1)
         tlx.barrier_arrive(v_empty, pred=last)
         ds1 = (p1 * (dp1 - tlx.local_load(delta_tiles[at + 1])[None, :])).to(DTYPE)
@@ -251,12 +249,10 @@ def _steps(
     right,
     scale,
     cid: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     Q_STAGES: tl.constexpr,
-    MASKED: tl.constexpr,
+    EDGES: tl.constexpr,
     WITH_DQ: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -264,14 +260,14 @@ def _steps(
     for x in tl.range(x_begin, x_end):
         m = q_begin + x * (64 * TILES)
         # The queries that see key j are those from j - shift - right to j - shift + left.
-        begin = j - (keys - queries) - m - right if HAS_RIGHT else j * 0
-        end = j - (keys - queries) - m + left + 1 if HAS_LEFT else j * 0 + 128
+        begin = j - (keys - queries) - m - right
+        end = j - (keys - queries) - m + left + 1
         st = count % Q_STAGES
         dk, dv = _step(
             k_tiles, v_tile, v_empty, q_tiles, do_tiles, lse_tiles, delta_tiles, TILES * st,
             q_full[st], (count // Q_STAGES) & 1, q_empty[st], ds_tiles, 2 * TILES * (count % 2),
             dq_tile, desc_dq, dq_first, queries, m, head, dk, dv, begin, end, x == x_last, scale,
-            cid, TILES, BLOCK_D, MASKED, not HAS_LEFT, WITH_DQ, DTYPE,
+            cid, TILES, BLOCK_D, EDGES, WITH_DQ, DTYPE,
         )  # fmt: skip
         count += 1
     return dk, dv, count
@@ -388,16 +384,15 @@ def hopper_backward_kernel(
                 j = first_j + tl.arange(0, 64)
                 dq_first = 0 if BROADCAST else out_first
                 blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
-                # Steps all of whose pairs count; those before and after are at the window's edges.
-                full_from = 0
-                full_to = blocks
+                # In steps before `inner` the window begins for some key, from `outer` on it ends.
+                inner = 0
+                outer = blocks
                 if HAS_RIGHT:
                     edge = first_j + 63 - (keys - queries) - right - q_begin
-                    full_from = tl.minimum(tl.maximum(edge + BLOCK_Q - 1, 0) // BLOCK_Q, blocks)
+                    inner = tl.minimum(tl.maximum(edge + BLOCK_Q - 1, 0) // BLOCK_Q, blocks)
                 if HAS_LEFT:
                     edge = first_j - (keys - queries) + left + 1 - q_begin
-                    full_to = tl.maximum(tl.maximum(edge, 0) // BLOCK_Q, full_from)
-                    full_to = tl.minimum(full_to, blocks)
+                    outer = tl.minimum(tl.maximum(edge, 0) // BLOCK_Q, blocks)
                 ks = 2 * (turn % K_STAGES)
                 dk = tl.zeros([64, BLOCK_D], tl.float32)
                 dv = tl.zeros([64, BLOCK_D], tl.float32)
@@ -409,26 +404,33 @@ def hopper_backward_kernel(
                     x_last = tl.where(g == GROUP - 1, blocks - 1, -1)
                     if HAS_RIGHT:
                         dk, dv, count = _steps(
-                            0, full_from, x_last, k_pair, v_tiles[cid], v_empty[0], q_tiles,
+                            0, tl.minimum(inner, outer), x_last, k_pair, v_tiles[cid], v_empty[0],
+                            q_tiles, do_tiles, lse_tiles, delta_tiles, q_full, q_empty, ds_tiles,
+                            dq_tiles[cid], desc_dq, dq_first, keys, queries, q_begin, head, j, dk,
+                            dv, count, left, right, scale, cid, Q_TILES, BLOCK_D, Q_STAGES, 1,
+                            WITH_DQ, DTYPE,
+                        )  # fmt: skip
+                    if HAS_LEFT and HAS_RIGHT:  # a window shorter than a tile
+                        dk, dv, count = _steps(
+                            outer, inner, x_last, k_pair, v_tiles[cid], v_empty[0], q_tiles,
                             do_tiles, lse_tiles, delta_tiles, q_full, q_empty, ds_tiles,
                             dq_tiles[cid], desc_dq, dq_first, keys, queries, q_begin, head, j, dk,
-                            dv, count, left, right, scale, cid, HAS_LEFT, HAS_RIGHT, Q_TILES,
-                            BLOCK_D, Q_STAGES, True, WITH_DQ, DTYPE,
+                            dv, count, left, right, scale, cid, Q_TILES, BLOCK_D, Q_STAGES, 3,
+                            WITH_DQ, DTYPE,
                         )  # fmt: skip
                     dk, dv, count = _steps(
-                        full_from, full_to, x_last, k_pair, v_tiles[cid], v_empty[0], q_tiles,
-                        do_tiles, lse_tiles, delta_tiles, q_full, q_empty, ds_tiles,
-                        dq_tiles[cid], desc_dq, dq_first, keys, queries, q_begin, head, j, dk, dv,
-                        count, left, right, scale, cid, HAS_LEFT, HAS_RIGHT, Q_TILES, BLOCK_D,
-                        Q_STAGES, False, WITH_DQ, DTYPE,
+                        inner, outer, x_last, k_pair, v_tiles[cid], v_empty[0], q_tiles, do_tiles,
+                        lse_tiles, delta_tiles, q_full, q_empty, ds_tiles, dq_tiles[cid], desc_dq,
+                        dq_first, keys, queries, q_begin, head, j, dk, dv, count, left, right,
+                        scale, cid, Q_TILES, BLOCK_D, Q_STAGES, 0, WITH_DQ, DTYPE,
                     )  # fmt: skip
                     if HAS_LEFT:
                         dk, dv, count = _steps(
-                            full_to, blocks, x_last, k_pair, v_tiles[cid], v_empty[0], q_tiles,
-                            do_tiles, lse_tiles, delta_tiles, q_full, q_empty, ds_tiles,
-                            dq_tiles[cid], desc_dq, dq_first, keys, queries, q_begin, head, j, dk,
-                            dv, count, left, right, scale, cid, HAS_LEFT, HAS_RIGHT, Q_TILES,
-                            BLOCK_D, Q_STAGES, True, WITH_DQ, DTYPE,
+                            tl.maximum(inner, outer), blocks, x_last, k_pair, v_tiles[cid],
+                            v_empty[0], q_tiles, do_tiles, lse_tiles, delta_tiles, q_full, q_empty,
+                            ds_tiles, dq_tiles[cid], desc_dq, dq_first, keys, queries, q_begin,
+                            head, j, dk, dv, count, left, right, scale, cid, Q_TILES, BLOCK_D,
+                            Q_STAGES, 2, WITH_DQ, DTYPE,
                         )  # fmt: skip
                 if WITH_DQ:  # the other consumer's last dQ reads these keys too
                     tlx.named_barrier_wait(10, 256)
