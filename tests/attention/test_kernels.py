@@ -83,7 +83,7 @@ def test_jagged(k_lengths, options, dtype, backend):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("queries", "kv_heads"), [(1, 2), (7, 1), (64, 2), (100, 2), (100, 1), (192, 2)]
+    ("queries", "kv_heads"), [(0, 1), (1, 2), (7, 1), (64, 2), (100, 2), (100, 1), (192, 2)]
 )
 def test_broadcast(queries, kv_heads, dtype, backend):
     check(make(queries, LENGTHS, dtype=dtype, dim=32, kv_heads=kv_heads, spare=3), backend)

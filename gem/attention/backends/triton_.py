@@ -342,7 +342,7 @@ class _Backward:
 
     def _segments(self, programs_per_worker: int) -> schedule.Segments:
         """For as many workers as the device holds at once."""
-        workers = max(1, PROGRAMS * processors(self.q.device) // programs_per_worker)
+        workers = max(1, PROGRAMS * processors(self.q.device) // max(1, programs_per_worker))
         return schedule.schedule("key_segments", self.call.k_lengths, workers, self.q.device)
 
     def _partial(self, segments: schedule.Segments) -> Tensor:
