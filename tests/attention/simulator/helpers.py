@@ -4,13 +4,18 @@ import dataclasses
 
 import torch
 
+from gem.attention import broadcast_attention, jagged_attention
 from gem.attention.backends import tlx_
 from gem.attention.simulator import simulated
-from gem.attention.testing import call_of, random_problem, reference
+from gem.attention.testing import NAMES, call_of, random_problem
 
 
-def problem_of(rng, dim=None, q_lengths=None, k_lengths=None):
-    """A small problem: broadcast or jagged, causal, windowed or neither, GQA or not."""
+def problem_of(rng, dim=None, q_lengths=None, k_lengths=None, most_queries=200):
+    """A small problem: broadcast or jagged, causal, windowed or neither, GQA or not.
+
+    Args:
+        most_queries: of broadcast attention.
+    """
 
     def lengths(n):
         return [rng.choice([0, 1, rng.randint(0, 150), rng.randint(0, 300)]) for _ in range(n)]
@@ -27,8 +32,8 @@ def problem_of(rng, dim=None, q_lengths=None, k_lengths=None):
     samples = rng.randint(1, 4)
     form = rng.choice(["broadcast", "self", "cross"])
     if form == "broadcast" and q_lengths is None:
-        scale = rng.choice([None, -0.1])
-        return random_problem(rng.randint(1, 200), lengths(samples), scale=scale, **options)
+        options |= {"scale": rng.choice([None, -0.1]), "spare": rng.choice([0, 3])}
+        return random_problem(rng.randint(1, most_queries), lengths(samples), **options)
     q_lengths = q_lengths or lengths(samples)
     if form == "cross" and k_lengths is None:
         k_lengths = lengths(len(q_lengths))
@@ -58,24 +63,74 @@ def launched(problem, shape, seed, processors=2, trace=None, **options):
     return out, lse, counts
 
 
-_references = {}
+def differentiated(problem, seed, processors=2, dlse=None, deterministic=False, trace=None):
+    """((dq, dk, dv), counts) of the backward, given the exact output as a forward rounds it."""
+    exact = expected(problem, dlse)
+    call = dataclasses.replace(call_of(problem), direction="backward", deterministic=deterministic)
+    out, lse = exact["out"].to(problem.q.dtype), exact["lse"].float()
+    inputs = problem.q, problem.k, problem.v
+    with simulated(seed=seed, processors=processors, trace=trace) as counts:
+        gradients = tlx_.backward(call, problem.dout, dlse, *inputs, out, lse)
+    return gradients, counts
+
+
+_expected = {}
+
+
+def expected(problem, dlse=None):
+    """out, lse, dq, dk and dv in float64; dlse is the gradient of the log-sum-exp."""
+    key = id(problem), id(dlse)
+    if key not in _expected:
+        _expected.clear()
+        _expected[key] = problem, dlse, _reference(problem, dlse)
+    return _expected[key][2]
+
+
+def _reference(problem, dlse):
+    q, k, v = (x.detach().double().requires_grad_() for x in (problem.q, problem.k, problem.v))
+    options = {"scale": problem.scale, "return_lse": True, "backend": "reference"}
+    if problem.q_layout is None:
+        out, lse = broadcast_attention(q, k, v, problem.k_layout, **options)
+    else:
+        options |= {"causal": problem.causal, "window": problem.window}
+        out, lse = jagged_attention(q, k, v, problem.q_layout, problem.k_layout, **options)
+    dlse = torch.zeros_like(lse) if dlse is None else dlse.double()
+    gradients = torch.autograd.grad((out, lse), (q, k, v), (problem.dout.double(), dlse))
+    return dict(zip(NAMES, (out.detach(), lse.detach(), *gradients), strict=True))
 
 
 def wrong(problem, out, lse):
     """What differs from the reference by more than rounding; empty if nothing does."""
-    if id(problem) not in _references:
-        _references.clear()
-        _references[id(problem)] = problem, reference(problem)
-    expected = _references[id(problem)][1]
+    exact = expected(problem)
     bad = []
-    error = (out.double() - expected["out"]).norm() / expected["out"].norm().clamp(min=1e-9)
-    worst = (out.double() - expected["out"]).abs().max() if out.numel() else 0.0
+    error = (out.double() - exact["out"]).norm() / exact["out"].norm().clamp(min=1e-9)
+    worst = (out.double() - exact["out"]).abs().max() if out.numel() else 0.0
     if not error <= 6e-3 or not worst <= 0.05:
         bad.append(f"out is off by {error:.1e} (rms), {worst:.1e} (max)")
-    blind = expected["lse"] == -torch.inf
+    blind = exact["lse"] == -torch.inf
     if not torch.equal(blind, lse == -torch.inf):
         bad.append("lse is -inf elsewhere")
-    error = (lse.double() - expected["lse"])[~blind].abs()
+    error = (lse.double() - exact["lse"])[~blind].abs()
     if error.numel() and not error.max() <= 1e-4:
         bad.append(f"lse is off by {error.max():.1e}")
+    return bad
+
+
+def wrong_gradients(problem, gradients, dlse=None):
+    """The same of (dq, dk, dv).
+
+    Where a gradient vanishes, as with a single key, the rounding of out and of its product with
+    dout remains, whatever the gradient: so a root mean square below 0.1 counts as 0.1.
+    """
+    exact, bad = expected(problem, dlse), []
+    for name, x in zip(("dq", "dk", "dv"), gradients, strict=True):
+        truth = exact[name]
+        if x.shape != truth.shape:
+            bad.append(f"{name} has shape {list(x.shape)}, not {list(truth.shape)}")
+        elif truth.numel():
+            error = (x.double() - truth).abs()
+            rms = error.norm() / truth.norm().clamp(min=0.1 * truth.numel() ** 0.5)
+            worst = error.max() / truth.abs().max().clamp(min=1.0)
+            if not rms <= 8e-3 or not worst <= 0.02:
+                bad.append(f"{name} is off by {rms:.1e} (rms), {worst:.1e} (max)")
     return bad

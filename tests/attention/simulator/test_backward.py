@@ -1,0 +1,181 @@
+"""Our backward kernels for Hopper, unmodified, in the simulator."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from gem.attention.simulator import Counts
+from gem.attention.testing import assert_close_to_reference, random_problem
+from tests.attention.simulator.helpers import (
+    differentiated,
+    expected,
+    problem_of,
+    wrong_gradients,
+)
+
+NAMES = ("dq", "dk", "dv")
+# Queries of jagged self-attention, of the kernel that keeps keys and of the one that keeps queries.
+QUERIES = pytest.mark.parametrize("queries", [None, 130, 40], ids=["self", "130", "40"])
+
+
+def make(queries, lengths, generator=0, **options):
+    """In bfloat16; `queries` as in QUERIES."""
+    first = lengths if queries is None else queries
+    options = {"dim": 64, "heads": 2, "dtype": torch.bfloat16} | options
+    generator = torch.Generator().manual_seed(generator)
+    return random_problem(first, lengths, generator=generator, **options)
+
+
+def dlse_of(problem, rng):
+    """A gradient of the log-sum-exp, NaN past the last sample; or None."""
+    if rng.random() < 0.6:
+        return None
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    dlse = torch.randn(problem.dout.shape[:-1], generator=generator)
+    if problem.q_layout is not None:
+        dlse[int(problem.q_layout.lengths.sum()) :] = torch.nan
+    return dlse
+
+
+def run(layouts, seeds, capsys):
+    """So many random layouts, each under so many seeds; prints what was simulated."""
+    total = Counts()
+    for number in range(layouts):
+        rng = random.Random(number)
+        problem = problem_of(rng, dim=rng.choice([64, 128, 40, 96]), most_queries=300)
+        dlse, deterministic = dlse_of(problem, rng), rng.random() < 0.2
+        processors = rng.randint(1, 6)
+        first = None
+        for seed in range(seeds):
+            gradients, counts = differentiated(problem, seed, processors, dlse, deterministic)
+            total.add(counts)
+            bad = wrong_gradients(problem, gradients, dlse)
+            assert not bad, (number, seed, bad)
+            first = first or gradients
+            # The order of tasks reaches nothing but sums of dq, and those only if allowed to.
+            for name, a, b in zip(NAMES, first, gradients, strict=True):
+                assert torch.equal(a, b) or (name == "dq" and not deterministic), (number, seed)
+    with capsys.disabled():
+        print(f"\nsimulated: {layouts} layouts x {seeds} seeds, {total}")
+
+
+def test_random_layouts_agree_with_the_reference(capsys):
+    run(36, 3, capsys)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(5400)
+def test_many_layouts_under_many_seeds(capsys):
+    run(200, 20, capsys)
+
+
+def test_broadcast_gradients_of_few_queries_have_the_same_bits_in_every_order():
+    problem = make(40, [70, 0, 300, 129, 1])
+    first, _ = differentiated(problem, 0)
+    for seed in (1, 2, 3):
+        again, _ = differentiated(problem, seed)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("q_lengths", "k_lengths"),
+    [
+        ([0, 3, 0, 5], [7, 0, 0, 2]),
+        ([1], [130]),
+        ([130], [1]),
+        ([0, 0], [4, 9]),
+        ([4, 9], [0, 0]),
+        ([], []),
+        (5, []),
+        (5, [0, 0]),
+        (70, [0, 0]),
+        (0, [3, 1]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_samples_of_no_rows(q_lengths, k_lengths, deterministic):
+    problem = random_problem(q_lengths, k_lengths, dim=64, dtype=torch.float16, spare=2)
+    gradients, _ = differentiated(problem, 0, deterministic=deterministic)
+    assert not wrong_gradients(problem, gradients)
+
+
+@QUERIES
+def test_every_row_is_written_and_spare_rows_are_zero(queries):
+    assert torch.empty(3).isnan().all()  # memory that nobody writes
+    problem = make(queries, [70, 0, 5], spare=4)
+    gradients, _ = differentiated(problem, 0)
+    for name, x in zip(NAMES, gradients, strict=True):
+        assert x.isfinite().all()
+        if name != "dq" or queries is None:
+            assert not x[-4:].any() and x[:-4].any()
+
+
+@QUERIES
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_neighbour_is_never_read_into_a_product(queries, poison):
+    lengths = [40, 70, 33, 0, 129]
+    problem = make(queries, lengths)
+    inputs = {name: getattr(problem, name).clone() for name in ("k", "v")}
+    if queries is None:
+        inputs |= {name: getattr(problem, name).clone() for name in ("q", "dout")}
+    for x in inputs.values():
+        x[40:110] = poison
+    poisoned = dataclasses.replace(problem, **inputs)
+    mine = torch.ones(sum(lengths), dtype=torch.bool)
+    mine[40:110] = False
+    for seed in (0, 1):
+        clean, _ = differentiated(problem, seed)
+        dirty, _ = differentiated(poisoned, seed)
+        for name, a, b in zip(NAMES, clean, dirty, strict=True):
+            if name != "dq" or queries is None:
+                assert torch.equal(a[mine], b[mine]), name
+
+
+def test_queries_and_keys_that_see_nothing_have_no_gradient():
+    """Causal with more queries than keys, and a window that leaves most keys out."""
+    problem = random_problem([130, 40, 70], [5, 0, 70], causal=True, dim=64, dtype=torch.bfloat16)
+    gradients, _ = differentiated(problem, 0)
+    assert not wrong_gradients(problem, gradients)
+    blind = expected(problem)["lse"][:, 0] == -torch.inf
+    assert blind.sum() == 165 and not gradients[0][blind].any()
+
+    problem = random_problem([5, 3], [300, 64], window=(3, 0), dim=64, dtype=torch.bfloat16)
+    gradients, _ = differentiated(problem, 0)
+    assert not wrong_gradients(problem, gradients)
+    seen = torch.zeros(364, dtype=torch.bool)
+    seen[292:300] = seen[358:364] = True  # the windows of the last five and three positions
+    for x in gradients[1:]:
+        assert not x[~seen].any() and x[seen].any()
+
+
+@QUERIES
+@pytest.mark.parametrize("dim", [64, 128])
+def test_large_activations_stay_finite(queries, dim):
+    problem = make(queries, [5, 33, 129], dim=dim, std=7.0)
+    scores = torch.einsum("qhd,khd->hqk", problem.q.double(), problem.k.double())
+    assert scores.abs().max() > 1e3
+    gradients, _ = differentiated(problem, 0)
+    assert all(x.isfinite().all() for x in gradients)
+    assert_close_to_reference(dict(zip(NAMES, gradients, strict=True)), problem)
+
+
+@QUERIES
+def test_inputs_that_tma_cannot_describe_are_copied(queries):
+    """Not aligned to 16 bytes, although contiguous; a dout whose rows are one."""
+    problem = make(queries, [70, 5])
+
+    def moved(x):
+        flat = torch.empty(x.numel() + 3, dtype=x.dtype)[3:].view(x.shape)
+        return flat.copy_(x)
+
+    row = problem.dout[(0,) * (problem.dout.dim() - 2)]
+    problem = dataclasses.replace(problem, dout=row.expand(problem.dout.shape))
+    odd = {name: moved(getattr(problem, name)) for name in ("q", "k", "v")}
+    assert all(x.is_contiguous() and x.data_ptr() % 16 for x in odd.values())
+    first, _ = differentiated(problem, 0)
+    assert not wrong_gradients(problem, first)
+    again, _ = differentiated(dataclasses.replace(problem, **odd), 0)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
