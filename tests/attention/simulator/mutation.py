@@ -55,24 +55,33 @@ class _Planter(ast.NodeVisitor):
         start, end = self.span(node)
         self.mutants.append(Mutant(kind, node.lineno, self.source[start:end], now, start, end))
 
+    def replace(self, kind: str, first: ast.AST, last: ast.AST, now: str) -> None:
+        """As `plant`, of all from one statement to another."""
+        start, end = self.span(first)[0], self.span(last)[1]
+        self.mutants.append(Mutant(kind, first.lineno, self.source[start:end], now, start, end))
+
     def block(self, body: list[ast.stmt]) -> None:
-        """Releases that come before what they wait for."""
-        for before, after in zip(body, body[1:], strict=False):
-            if _called(after) == "barrier_arrive" and _called(before) == "async_dot_wait":
-                start, _ = self.span(before)
-                _, end = self.span(after)
-                gap = self.source[self.span(before)[1] : self.span(after)[0]]
-                swapped = self.text(after) + gap + self.text(before)
-                self.mutants.append(
-                    Mutant(
-                        "early release",
-                        before.lineno,
-                        self.source[start:end],
-                        swapped,
-                        start,
-                        end,
-                    )
-                )
+        """Releases before what they wait for; waits in a row for the same products, together."""
+        row: list[ast.stmt] = []
+        for statement in [*body, ast.Pass()]:
+            waits = _called(statement) == "async_dot_wait"
+            same = row and waits and self.text(_argument(row[0])) == self.text(_argument(statement))
+            if not same:
+                if row:
+                    self.waits(row, statement if _called(statement) == "barrier_arrive" else None)
+                row = []
+            if waits:
+                row.append(statement)
+
+    def waits(self, row: list[ast.stmt], release: ast.stmt | None) -> None:
+        indent = "\n" + " " * row[0].col_offset
+        texts = [self.text(x) for x in row]
+        count = self.text(_argument(row[0]))
+        late = [x.replace(f"({count},", f"({count} + 1,") for x in texts]
+        self.replace("one product more in flight", row[0], row[-1], indent.join(late))
+        if release is not None:
+            swapped = indent.join([self.text(release), *texts])
+            self.replace("early release", row[0], release, swapped)
 
     def generic_visit(self, node: ast.AST) -> None:
         for name in ("body", "orelse"):
@@ -89,6 +98,13 @@ class _Planter(ast.NodeVisitor):
             self.plant("arrives twice", node, f"{self.text(node)}\n{indent}{self.text(node)}")
         if called == "local_store":
             self.plant("no local_store", node, "pass")
+        if called == "async_descriptor_store_wait":
+            open_stores = node.value.args[0]
+            self.plant("one store more in flight", open_stores, f"{self.text(open_stores)} + 1")
+        for keyword in node.value.keywords if called == "barrier_arrive" else ():
+            if keyword.arg == "pred":
+                self.plant("arrives always", keyword.value, "True")
+                self.plant("never arrives", keyword.value, "False")
         self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
@@ -103,8 +119,6 @@ class _Planter(ast.NodeVisitor):
         elif called == "barrier_expect_bytes":
             self.plant("half the bytes", args[1], f"{self.text(args[1])} // 2")
             self.plant("twice the bytes", args[1], f"{self.text(args[1])} * 2")
-        elif called == "async_dot_wait":
-            self.plant("one product more in flight", args[0], f"{self.text(args[0])} + 1")
         elif called == "local_alloc":
             self.plant("one buffer less", args[2], f"{self.text(args[2])} - 1")
         elif called in ("alloc_barriers", "alloc_warp_barrier"):
@@ -123,13 +137,27 @@ class _Planter(ast.NodeVisitor):
         elif called == "copy_rows":
             self.plant("swapped offsets", args[5], self.text(args[6]))
             self.plant("no end of the sample", args[4], f"{self.text(args[4])} + 9")
+        elif called in ("store_rows", "store_sums"):
+            self.plant("swapped offsets", args[4], self.text(args[5]))
+            self.plant("no end of the sample", args[3], f"{self.text(args[3])} + 9")
+            for column in args[6:]:
+                self.plant("next column", column, f"{self.text(column)} + 8")
+        elif called == "async_load":
+            sizes = [k.value for k in node.keywords if k.arg == "bulk_size"]
+            self.plant("next row", args[0], f"{self.text(args[0])} + 4")
+            for size in sizes:
+                self.plant("half the bytes", size, f"{self.text(size)} // 2")
+        elif called == "async_dot" and len(args) > 2:
+            start = self.span(node)[0]
+            self.plant("sum begun anew", node, f"{self.source[start : self.span(args[1])[1]]})")
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         text = self.text(node)
-        if isinstance(node.op, ast.Mod) and "STAGES" in text:
+        turns = "STAGES" in text or text in ("turn // 2", "count % 2", "turn % 2")
+        if isinstance(node.op, ast.Mod) and turns:
             self.plant("always the first buffer", node, f"({text}) * 0")
-        elif isinstance(node.op, ast.FloorDiv) and "STAGES" in text:
+        elif isinstance(node.op, ast.FloorDiv) and turns:
             self.plant("phase of every step", node, self.text(node.left))
         self.generic_visit(node)
 
@@ -137,7 +165,8 @@ class _Planter(ast.NodeVisitor):
 DROPPED = (
     "barrier_wait", "barrier_arrive", "barrier_expect_bytes", "fence",
     "async_descriptor_store_wait", "named_barrier_wait", "named_barrier_arrive",
-    "async_descriptor_load", "async_descriptor_store", "copy_rows", "store_rows",
+    "async_descriptor_load", "async_descriptor_store", "copy_rows", "store_rows", "store_sums",
+    "async_load",
 )  # fmt: skip
 
 
@@ -149,11 +178,24 @@ def _called(node: ast.AST) -> str:
     return getattr(node.func, "attr", getattr(node.func, "id", ""))
 
 
+def _argument(node: ast.stmt) -> ast.AST:
+    """The first argument of the call that a statement makes."""
+    return node.value.args[0]
+
+
 def mutants(source: str) -> list[Mutant]:
     """Every fault that is known for this source, in its order."""
     planter = _Planter(source)
     planter.visit(ast.parse(source))
     return sorted(planter.mutants, key=lambda m: (m.line, m.kind, m.now))
+
+
+def within(source: str, names: set[str]) -> list[Mutant]:
+    """The faults of these functions of a source."""
+    functions = [x for x in ast.parse(source).body if getattr(x, "name", None) in names]
+    return [
+        m for m in mutants(source) if any(f.lineno <= m.line <= f.end_lineno for f in functions)
+    ]
 
 
 def edited(source: str, kind: str, was: str, now: str) -> Mutant:

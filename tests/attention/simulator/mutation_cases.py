@@ -1,0 +1,219 @@
+"""The kernels in which `test_mutation` plants faults, and the launches that are to show them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from gem.attention.backends import (
+    tlx_,
+    tlx_backward,
+    tlx_common,
+    tlx_hopper_backward,
+    tlx_hopper_forward,
+    tlx_hopper_shared_backward,
+)
+from gem.attention.testing import Problem, random_problem
+from tests.attention.simulator.helpers import (
+    differentiated,
+    launched,
+    with_all,
+    wrong,
+    wrong_gradients,
+)
+from tests.attention.simulator.mutation import Mutant, edited, mutants, within
+
+Shape = tlx_.Shape
+COMMON = Path(tlx_common.__file__).read_text()
+LENGTHS = [260, 65, 0, 330, 130, 64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel on a problem of `LENGTHS`.
+
+    Attributes:
+        dim: of a head.
+        options: of the problem; with none, queries and keys are as many in the reverse order, and
+            `queries` makes it broadcast attention.
+        processors: of the simulated GPU.
+        shape, p_shared: of the forward.
+        deterministic: of the backward.
+    """
+
+    dim: int
+    options: dict
+    processors: int = 2
+    shape: Shape | None = None
+    p_shared: bool = False
+    deterministic: bool = False
+
+    def problem(self, generator: torch.Generator) -> Problem:
+        rest = {k: v for k, v in self.options.items() if k != "queries"}
+        rest = {"heads": 2, "kv_heads": 1, "dim": self.dim, "dtype": torch.bfloat16} | rest
+        queries = self.options.get("queries", LENGTHS)
+        keys = LENGTHS if self.options else LENGTHS[::-1]
+        return random_problem(queries, keys, generator=generator, **rest)
+
+    def bad(self, problem: Problem, seed: int) -> list[str]:
+        """What is wrong with the results."""
+        if self.shape is not None:
+            out, lse, _ = launched(
+                problem, self.shape, seed, self.processors, p_shared=self.p_shared
+            )
+            return wrong(problem, out, lse)
+        gradients, _ = differentiated(
+            problem, seed, self.processors, deterministic=self.deterministic
+        )
+        return wrong_gradients(problem, gradients)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kernel and what is known of its faults.
+
+    Attributes:
+        name: of the kernel.
+        module: where it is defined.
+        host: where its launch looks it up.
+        launches: that between them reach every line.
+        edits: faults of this kernel alone: (kind, text that occurs once, text instead).
+        harmless: faults that change nothing, as text in their description: how often, and why.
+    """
+
+    name: str
+    module: ModuleType
+    host: ModuleType
+    launches: Sequence[Launch]
+    edits: Sequence[tuple[str, str, str]]
+    harmless: dict[str, tuple[int, str]]
+
+    def __str__(self) -> str:
+        return self.name.removesuffix("_kernel")
+
+    @property
+    def source(self) -> str:
+        return Path(self.module.__file__).read_text()
+
+    def faults(self) -> list[tuple[Mutant, str, str]]:
+        """(fault, kernel's source, helpers' source)."""
+        kernel = self.source
+        found = mutants(kernel) + [edited(kernel, *edit) for edit in self.edits]
+        used = {name for name in vars(self.module) if name in vars(tlx_common)}
+        return [(m, m.source(kernel), COMMON) for m in found] + [
+            (m, kernel, m.source(COMMON)) for m in within(COMMON, used)
+        ]
+
+    def why(self, mutant: Mutant) -> str | None:
+        """Why a fault changes nothing."""
+        return next((why for text, (_, why) in self.harmless.items() if text in str(mutant)), None)
+
+    def explains(self, missed: Sequence[Mutant]) -> bool:
+        """Whether every one is harmless, and none more often than is known."""
+        return all(self.why(m) for m in missed) and all(
+            sum(text in str(m) for m in missed) <= times
+            for text, (times, _) in self.harmless.items()
+        )
+
+
+def alias(allocation: str, other: str) -> tuple[str, str, str]:
+    """The fault that buffers share the memory of others."""
+    return "overlapping alias", allocation, f"{allocation.removesuffix(')')}, reuse={other})"
+
+
+FORWARD = Case(
+    "hopper_forward_kernel",
+    tlx_hopper_forward,
+    tlx_,
+    [
+        Launch(128, {"window": (150, 20)}, shape=with_all(Shape(2, 64, 2, 1, 240))),
+        Launch(64, {}, shape=Shape(2, 64, 3, 2, 240, counter=True)),
+        Launch(128, {}, shape=Shape(2, 64, 1, 1, 240), p_shared=True),
+        Launch(64, {"causal": True}, 4, shape=Shape(3, 64, 2, 1, 160), p_shared=True),
+        Launch(64, {"causal": True}, shape=with_all(Shape(2, 128, 2, 2, 240))),
+        Launch(64, {"queries": 130}, 4, shape=with_all(Shape(2, 64, 2, 1, 240))),
+    ],
+    [
+        alias("v_tiles = tlx.local_alloc((BLOCK_K, BLOCK_D), DTYPE, STAGES)", "k_tiles"),
+        alias("out_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, CONSUMERS)", "q_tiles"),
+        ("takes a tile past its bound", "turn + 2 < turns", "True"),
+        ("no end of the tiles", "tl.where(tile < tiles, tile, -1)", "tile"),
+        (
+            "skips a tile",
+            "tl.num_programs(0) // TEAM + number",
+            "tl.num_programs(0) // TEAM + number + 1",
+        ),
+    ],
+    {
+        "always the first buffer: 'turn % 2' -> '(turn % 2) * 0'": (
+            1,
+            "a CTA counts its turns by the same places, so that without the zig-zag all tiles are"
+            " dealt too, only less evenly",
+        ),
+        "early release: 's = tlx.async_dot_wait(PIECES, s)\\n    tlx.barrier_arrive(k_empty)'": (
+            1,
+            "before a block of keys is copied, the producer waits for the values of a block before"
+            " to be released, which consumers do after the product in question",
+        ),
+        "one product more in flight: 'out1 = tlx.async_dot_wait(0, out1)'": (
+            2,
+            "the wait for the first half of the output has waited for all products",
+        ),
+        "no barrier_wait: 'tlx.barrier_wait(v_full, v_phase)'": (
+            1,
+            "it only keeps the compiler from moving what comes after it; the barrier has been"
+            " passed",
+        ),
+    },
+)
+
+ONE_ORDER = (
+    "both consumers come to the same named barriers in the same order, so that any of the free ones"
+    " would do, even one for all"
+)
+
+BACKWARD = Case(
+    "hopper_backward_kernel",
+    tlx_hopper_backward,
+    tlx_backward,
+    [
+        Launch(128, {"window": (150, 20)}),
+        Launch(64, {}),
+        Launch(64, {"causal": True, "kv_heads": 2}, deterministic=True),
+        Launch(128, {"queries": 130}, 3),
+        Launch(128, {}, deterministic=True),
+    ],
+    [
+        alias("v_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2)", "k_tiles"),
+        alias("do_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, Q_TILES * Q_STAGES)", "q_tiles"),
+        alias("delta_tiles = tlx.local_alloc((64,), tl.float32, Q_TILES * Q_STAGES)", "lse_tiles"),
+    ],
+    {
+        "next named barrier: '9' -> '9 + 1'": (1, ONE_ORDER),
+        "next named barrier: '10' -> '10 + 1'": (1, ONE_ORDER),
+    },
+)
+
+SHARED_BACKWARD = Case(
+    "hopper_shared_backward_kernel",
+    tlx_hopper_shared_backward,
+    tlx_backward,
+    [
+        Launch(64, {"queries": 40, "kv_heads": 2}, 4),
+        Launch(128, {"queries": 64, "kv_heads": 2}, 2),
+    ],
+    [alias("v_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, CONSUMERS * STAGES)", "k_tiles")],
+    {
+        "always the first buffer: 'turn % 2' -> '(turn % 2) * 0'": (
+            1,
+            "the table has a row for every worker in every turn, so that without the zig-zag all"
+            " runs are dealt too, only less evenly (the two stages of dout are chosen elsewhere)",
+        ),
+    },
+)
+
+CASES = [FORWARD, BACKWARD, SHARED_BACKWARD]
