@@ -36,12 +36,20 @@ def product_loops(code):
     for place, (address, instruction) in enumerate(code):
         jump = re.search(r"BRA (0x[0-9a-f]+)", instruction)
         # A wait that is tried again jumps back too, from the end of the code.
-        waits = any("SYNCS" in earlier for _, earlier in code[max(0, place - 2) : place])
+        waits = any("PHASECHK" in earlier for _, earlier in code[max(0, place - 2) : place])
         if jump and int(jump[1], 16) < address and not waits:
             loops.append((int(jump[1], 16), address))
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     bodies = [[i for at, i in code if begin <= at <= end] for begin, end in inner]
     return [body for body in bodies if any("HGMMA" in i for i in body)]
+
+
+def spilled(loop):
+    return [i for i in loop if re.search(r"\b(LDL|STL)\b", i)]
+
+
+def unmasked(loops):
+    return [loop for loop in loops if not any("FSEL" in i for i in loop)]
 
 
 @pytest.mark.parametrize(
@@ -63,10 +71,31 @@ def test_the_hopper_forward_neither_spills_nor_serializes_in_its_loops(name):
     loops = product_loops(machine_code(result.asm["ptx"]))
     # The rest of a tile and the last tile's, for each consumer; masked and not.
     assert len(loops) >= 2
-    for loop in loops:
-        assert not [i for i in loop if re.search(r"\b(LDL|STL)\b", i)]
-    plain = [loop for loop in loops if not any("FSEL" in i for i in loop)]
-    assert plain, "no loop without a mask"
+    assert not any(spilled(loop) for loop in loops)
+    assert unmasked(loops), "no loop without a mask"
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("form", ["broadcast_q64", "broadcast_q256", "self", "deterministic"])
+def test_the_hopper_backward_neither_spills_nor_serializes(form, dim):
+    kernel = "hopper_shared_backward" if form == "broadcast_q64" else "hopper_backward"
+    result = compiled(f"{form}_d{dim}_{kernel}_kernel")
+    assert not [n for n in result.notices if re.search(r"C75\d\d|serialized", n)]
+    assert result.spill_stores == result.spill_loads == result.stack == 0
+    loops = product_loops(machine_code(result.asm["ptx"]))
+    assert len(loops) == 2 and unmasked(loops) == loops  # one of each consumer
+    added = [sum("UTMAREDG" in i for i in loop) for loop in loops]  # dQ, to global memory
+    assert added == ([1, 1] if form in ("broadcast_q256", "self") else [0, 0])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_causal_hopper_backward_does_not_spill_where_nothing_is_masked(dim):
+    result = compiled(f"causal_d{dim}_hopper_backward_kernel")
+    assert not [n for n in result.notices if re.search(r"C75\d\d|serialized", n)]
+    loops = product_loops(machine_code(result.asm["ptx"]))
+    plain = unmasked(loops)
+    assert len(loops) == 4 and len(plain) == 2  # masked and not, of each consumer
+    assert not any(spilled(loop) for loop in plain)
 
 
 @pytest.mark.parametrize("kernel", ["keys", "partial_queries", "shared_queries"])

@@ -27,6 +27,7 @@ def compile_cases() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], 
         for queries in (64, 128, 192, 256):
             yield from _cases(f"broadcast_q{queries}_d{dim}", dim, queries)
         yield from _cases(f"self_d{dim}", dim)
+        yield from _cases(f"deterministic_d{dim}", dim, deterministic=True)
         yield from _cases(f"causal_d{dim}", dim, right=0)
         yield from _cases(f"window_d{dim}", dim, left=256, right=256)
     yield from _cases("gqa_d128", 128, kv_heads=1)
@@ -41,6 +42,7 @@ def _cases(
     kv_heads: int = 4,
     left: int | None = None,
     right: int | None = None,
+    deterministic: bool = False,
     counter: bool = False,
 ) -> Iterator[tuple]:
     """The kernels of one call, or the TLX forward that takes its tiles from a counter."""
@@ -59,6 +61,7 @@ def _cases(
         head_dim=dim,
         left=left,
         right=right,
+        deterministic=deterministic,
         q_offsets=layout.offsets if jagged else None,
         q_lengths=layout.lengths if jagged else None,
         k_offsets=layout.offsets,
@@ -72,8 +75,14 @@ def _cases(
             out, lse = triton_.forward(call, q, kv, kv)
             triton_.backward(call, torch.empty_like(out), None, q, kv, kv, out, lse)
             tlx_.forward(call, q, kv, kv)
+            tlx_.backward(call, torch.empty_like(out), None, q, kv, kv, out, lse)
+    taken = set()
     for kernel, args, options in launches:
-        yield f"{name}_{kernel.__name__}", kernel, *_signature(kernel, args, options)
+        # Those of TLX come second; it launches some of Triton's kernels too.
+        full = f"{name}_{kernel.__name__}"
+        full = f"{name}_tlx_{kernel.__name__}" if full in taken else full
+        taken.add(full)
+        yield full, kernel, *_signature(kernel, args, options)
 
 
 def _signature(
