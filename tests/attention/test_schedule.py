@@ -171,3 +171,81 @@ def test_no_tiles_at_all():
     assert tiles.table.shape == (0, 8) and tiles.empty.shape == (4, 8)
     tiles = schedule.dealt_tiles(lengths[:0], lengths[:0], 3, 0, 2, 64, 64, CPU)
     assert tiles.table.shape == tiles.empty.shape == (0, 8)
+
+
+@pytest.mark.parametrize(("left", "right"), WINDOWS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_dealt_keys_hold_every_block_of_every_head_once(left, right, shared):
+    if shared and (left, right) != (None, None):
+        pytest.skip("broadcast attention has no window")
+    rng = random.Random(3)
+    keys = random_lengths(rng, 12)
+    queries = torch.full_like(keys, 21) if shared else random_lengths(rng, 12)
+    tiles = schedule.dealt_keys(keys, 21 if shared else queries, left, right, 3, 8, 4, CPU)
+    assert tiles.table.dtype == tiles.empty.dtype == torch.int32
+    q_first, k_first = queries.cumsum(0) - queries, keys.cumsum(0) - keys
+    sample_of = torch.repeat_interleave(torch.arange(12), keys).tolist()
+    stats = schedule.statistic_tiles(keys, 21 if shared else queries, 4, CPU)
+    seen = {}
+    for row, empty in [(r, False) for r in tiles.table.tolist()] + [
+        (r, True) for r in tiles.empty.tolist()
+    ]:
+        first_q, n_queries, begin, end, first_key, n_keys, first, head, first_stats = row
+        b = sample_of[first_key + first]
+        assert (first_q, n_queries) == (q_first[b], queries[b])
+        assert (first_key, n_keys) == (k_first[b], keys[b])
+        # The queries that see some of the keys are next to each other.
+        count = visible_keys(n_keys, n_queries, first, min(first + 8, n_keys), right, left)
+        assert (count == 0) == empty
+        if not empty:
+            # Rounding down leaves no block of queries out and adds none.
+            assert begin % 4 == 0 and 0 <= end - begin - count < 4 and end <= n_queries
+            # Where a sample's statistics are is where its first query's are.
+            assert first_stats % 4 == 0
+            assert stats[first_stats // 4].tolist() == [first_q, min(4, n_queries)]
+        seen[b, first, head] = seen.get((b, first, head), 0) + 1
+    expected = {
+        (b, j, h) for b, n in enumerate(keys.tolist()) for j in range(0, n, 8) for h in range(3)
+    }
+    assert set(seen) == expected and set(seen.values()) == {1}
+
+
+@pytest.mark.parametrize(("left", "right"), WINDOWS)
+def test_dealt_keys_begin_with_those_that_most_queries_see(left, right):
+    rng = random.Random(4)
+    keys, queries = random_lengths(rng, 20), random_lengths(rng, 20)
+    tiles = schedule.dealt_keys(keys, queries, left, right, 2, 8, 4, CPU)
+
+    def blocks(row):
+        first_q, n_queries, begin, end, first_key, n_keys, first, *_ = row
+        return -(-visible_keys(n_keys, n_queries, first, min(first + 8, n_keys), right, left) // 4)
+
+    loads = [blocks(row) for row in tiles.table.tolist()]
+    assert loads == sorted(loads, reverse=True)
+
+
+def test_no_keys_to_deal():
+    lengths = torch.tensor([0, 0])
+    tiles = schedule.dealt_keys(lengths, 5, None, None, 2, 64, 64, CPU)
+    assert tiles.table.shape == tiles.empty.shape == (0, 9)
+    unseen = schedule.dealt_keys(lengths + 70, lengths, None, None, 2, 64, 64, CPU)
+    assert unseen.table.shape == (0, 9) and unseen.empty.shape == (8, 9)
+    none = lengths[:0]
+    tiles = schedule.dealt_keys(none, none, 3, 0, 2, 64, 64, CPU)
+    assert tiles.table.shape == tiles.empty.shape == (0, 9)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_statistic_tiles_hold_every_query_once_each_sample_from_a_new_block(shared):
+    rng = random.Random(5)
+    keys = random_lengths(rng, 30)
+    queries = torch.full_like(keys, 21) if shared else random_lengths(rng, 30)
+    tiles = schedule.statistic_tiles(keys, 21 if shared else queries, 8, CPU)
+    assert tiles.dtype == torch.int32
+    first, expected = 0, []
+    for n in queries.tolist():
+        expected += [[first + m, min(8, n - m)] for m in range(0, n, 8)]
+        first += n
+    assert tiles.tolist() == expected
+    assert schedule.statistic_tiles(keys, 0, 8, CPU).shape == (0, 2)
+    assert schedule.statistic_tiles(keys[:0], 21, 8, CPU).shape == (0, 2)
