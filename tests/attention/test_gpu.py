@@ -7,14 +7,27 @@ from gem.attention import (
     BroadcastAttention,
     JaggedAttention,
     JaggedLayout,
+    backends,
     broadcast_attention,
     jagged_attention,
 )
-from gem.attention.testing import Problem, assert_close_to_reference, attend, random_problem
+from gem.attention.testing import (
+    Problem,
+    assert_close_to_reference,
+    attend,
+    call_of,
+    random_problem,
+)
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = [12, 9, 300, 15, 0, 11, 700]
+
+
+def skip_unsupported(backend, problem):
+    reason = backends.unsupported(backend, call_of(problem))
+    if reason is not None:
+        pytest.skip(f"{backend} {reason}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -58,10 +71,10 @@ def test_a_step_copies_nothing_to_the_host(dtype):
     assert x.grad.isfinite().all()
 
 
-def test_addresses_beyond_32_bits():
+@pytest.mark.parametrize(("backend", "heads", "dim"), [("triton", 4, 256), ("tlx", 8, 128)])
+def test_addresses_beyond_32_bits(backend, heads, dim):
     """2.1e9 numbers and more in each of k, v and their gradients, the last sample at the end."""
-    rows, heads, dim = 2_200_000, 4, 256
-    tail = 1000
+    rows, tail = 2_200_000, 1000
     lengths = [rows - tail, tail]
     assert rows * heads * dim > 2**31
     layout = JaggedLayout.from_lengths(lengths, "cuda")
@@ -72,15 +85,16 @@ def test_addresses_beyond_32_bits():
     dout[1].normal_()
     own = JaggedLayout.from_lengths([tail], "cuda")
     alone = Problem(q, k[-tail:], v[-tail:], dout[1:], own)
+    skip_unsupported(backend, alone)
     for form in ("broadcast", "jagged"):
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         if form == "broadcast":
-            out = broadcast_attention(*inputs, layout, backend="triton")
+            out = broadcast_attention(*inputs, layout, backend=backend)
             grads = torch.autograd.grad(out, inputs, dout)
             out = out[1:]
         else:
             q_layout = JaggedLayout.from_lengths([0, 16], "cuda")
-            out = jagged_attention(*inputs, q_layout, layout, backend="triton")
+            out = jagged_attention(*inputs, q_layout, layout, backend=backend)
             grads = torch.autograd.grad(out, inputs, dout[1])
             out = out[None]
         results = {"out": out.detach(), "dq": grads[0], "dk": grads[1][-tail:]}
@@ -89,15 +103,18 @@ def test_addresses_beyond_32_bits():
         del grads, inputs, out
 
 
-def test_a_call_can_be_captured_in_a_graph():
-    problem = random_problem(64, LENGTHS, dim=64, dtype=torch.bfloat16, device="cuda")
-    expected = attend(problem, "triton")
+@pytest.mark.parametrize("backend", ["triton", "tlx"])
+@pytest.mark.parametrize("queries", [64, 130, LENGTHS], ids=["64", "130", "self"])
+def test_a_call_can_be_captured_in_a_graph(queries, backend):
+    problem = random_problem(queries, LENGTHS, dim=64, dtype=torch.bfloat16, device="cuda")
+    skip_unsupported(backend, problem)
+    expected = attend(problem, backend, deterministic=True)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        attend(problem, "triton")
+        attend(problem, backend, deterministic=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        results = attend(problem, "triton")
+        results = attend(problem, backend, deterministic=True)
     for x in results.values():
         x.fill_(torch.nan)
     graph.replay()

@@ -33,6 +33,8 @@ LENGTHS = [12, 9, 70, 0, 5] if INTERPRETED else [12, 9, 300, 0, 1, 700, 64, 2100
 OTHER = [20, 0, 60, 5, 33] if INTERPRETED else [20, 0, 560, 5, 64, 70, 128, 400]
 BACKENDS = ["triton"] if INTERPRETED else ["triton", "tlx"]
 DTYPES = [torch.float16, torch.bfloat16]
+# The TLX backward has other steps for wider heads.
+DIMS = pytest.mark.parametrize("dim", [32] if INTERPRETED else [32, 128])
 
 
 def make(*args, dtype=torch.bfloat16, **options):
@@ -74,9 +76,10 @@ def test_the_kernels_are_what_the_name_says():
     ids=str,
 )
 @pytest.mark.parametrize("k_lengths", [None, OTHER], ids=["self", "cross"])
-def test_jagged(k_lengths, options, dtype, backend):
+@DIMS
+def test_jagged(dim, k_lengths, options, dtype, backend):
     check(
-        make(LENGTHS, k_lengths, dtype=dtype, dim=32, heads=2, kv_heads=1, spare=3, **options),
+        make(LENGTHS, k_lengths, dtype=dtype, dim=dim, heads=2, kv_heads=1, spare=3, **options),
         backend,
     )
 
@@ -85,8 +88,9 @@ def test_jagged(k_lengths, options, dtype, backend):
 @pytest.mark.parametrize(
     ("queries", "kv_heads"), [(0, 1), (1, 2), (7, 1), (64, 2), (100, 2), (100, 1), (192, 2)]
 )
-def test_broadcast(queries, kv_heads, dtype, backend):
-    check(make(queries, LENGTHS, dtype=dtype, dim=32, kv_heads=kv_heads, spare=3), backend)
+@DIMS
+def test_broadcast(dim, queries, kv_heads, dtype, backend):
+    check(make(queries, LENGTHS, dtype=dtype, dim=dim, kv_heads=kv_heads, spare=3), backend)
 
 
 @pytest.mark.parametrize("dim", [1, 40, 128] if INTERPRETED else [1, 40, 64, 96, 128, 256])
@@ -133,7 +137,8 @@ def test_random_layouts(seed, backend):
 
     batch, kv_heads = rng.randint(1, 6 if INTERPRETED else 40), rng.randint(1, 2)
     options = {"kv_heads": kv_heads, "heads": kv_heads * rng.choice([1, 2, 3])}
-    options |= {"dim": rng.choice([16, 64]), "dtype": rng.choice(DTYPES)}
+    options |= {"dim": rng.choice([16, 64] if INTERPRETED else [16, 64, 128])}
+    options |= {"dtype": rng.choice(DTYPES)}
     if rng.random() < 0.5:
         check(make(rng.randint(1, 200), lengths(batch), **options), backend)
         return
@@ -236,6 +241,9 @@ def test_a_neighbour_is_never_read_into_a_product(queries, poison, backend):
 def test_every_run_has_the_same_bits(queries, deterministic, backend):
     problem = make(OTHER) if queries is None else make(queries, OTHER)
     first = attend(problem, backend, deterministic)
+    # TLX adds up dq in any order, unless one CTA keeps all queries.
+    if backend == "tlx" and not deterministic and queries != 20:
+        del first["dq"]
     for _ in range(1 if INTERPRETED else 50):
         again = attend(problem, backend, deterministic)
         assert all(torch.equal(again[name], x) for name, x in first.items())
