@@ -134,6 +134,18 @@ def test_a_neighbour_is_never_read_into_a_product(queries, poison):
                 assert torch.equal(a[mine], b[mine]), name
 
 
+@pytest.mark.parametrize("window", [(None, 5), (70, None), (None, 90), (0, 0)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_windows_of_one_side_and_of_one_key(dim, window):
+    problem = random_problem(
+        [130, 5, 0, 260], [200, 90, 7, 260], window=window, dim=dim, kv_heads=1,
+        dtype=torch.float16, generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    for seed in (0, 1, 2):
+        gradients, _ = differentiated(problem, seed, processors=3)
+        assert not wrong_gradients(problem, gradients)
+
+
 def test_queries_and_keys_that_see_nothing_have_no_gradient():
     """Causal with more queries than keys, and a window that leaves most keys out."""
     problem = random_problem([130, 40, 70], [5, 0, 70], causal=True, dim=64, dtype=torch.bfloat16)
