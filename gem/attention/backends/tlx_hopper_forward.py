@@ -125,13 +125,28 @@ def _pass_turn(PING_PONG: tl.constexpr, cid: tl.constexpr, CONSUMERS: tl.constex
 
 
 @triton.jit
-def _seen(i, j, keys, queries, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Whether query i `[64]` sees key j `[BLOCK_K]`: `[64, BLOCK_K]`, or `[1, BLOCK_K]`."""
-    seen = (j < keys)[None, :]
-    if HAS_LEFT:
-        seen = seen & (j[None, :] >= (i + keys - queries - left)[:, None])
-    if HAS_RIGHT:
-        seen = seen & (j[None, :] <= (i + keys - queries + right)[:, None])
+def _seen(
+    i,
+    j,
+    keys,
+    queries,
+    left,
+    right,
+    TAIL: tl.constexpr,
+    LEFT_EDGE: tl.constexpr,
+    RIGHT_EDGE: tl.constexpr,
+):
+    """Whether query i `[64]` sees key j `[BLOCK_K]`: `[64, BLOCK_K]`, or `[1, BLOCK_K]`.
+
+    Only what can fail is asked: TAIL, whether the key is there, and the edges of the window.
+    """
+    seen = (j < keys)[None, :] if TAIL else (j >= 0)[None, :]
+    if LEFT_EDGE:
+        after = j[None, :] >= (i + keys - queries - left)[:, None]
+        seen = seen & after if TAIL else after
+    if RIGHT_EDGE:
+        before = j[None, :] <= (i + keys - queries + right)[:, None]
+        seen = seen & before if TAIL or LEFT_EDGE else before
     return seen
 
 
@@ -267,28 +282,30 @@ def _steps(
     BLOCK_K: tl.constexpr,
     PIECES: tl.constexpr,
     STAGES: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    MASKED: tl.constexpr,
+    LEFT_EDGE: tl.constexpr,
+    RIGHT_EDGE: tl.constexpr,
+    WINDOW: tl.constexpr,
     FLIPPED: tl.constexpr,
     PING_PONG: tl.constexpr,
     P_SHARED: tl.constexpr,
     P_WIDE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """The steps from x_begin to x_end of a tile; step x has the block x before the last."""
+    """The steps from x_begin to x_end of a tile, after its first; step x has the block x before
+    the last. An edge says that the window may end there within the block.
+    """
     for x in tl.range(x_begin, x_end):
         seen = (columns < keys)[None, :]
-        if MASKED:
+        if LEFT_EDGE or RIGHT_EDGE:
             j = begin + (blocks - 1 - x) * BLOCK_K + columns
-            seen = _seen(i, j, keys, queries, left, right, HAS_LEFT, HAS_RIGHT)
+            seen = _seen(i, j, keys, queries, left, right, False, LEFT_EDGE, RIGHT_EDGE)
         st = count % STAGES
         before = (count - 1) % STAGES
         weights, out0, out1, top, total, shrink = _step(
             q_tile, k_tiles[st], k_full[st], k_empty[st], (count // STAGES) & 1,
             v_tiles[before], v_full[before], v_empty[before], ((count - 1) // STAGES) & 1,
             p_tile, weights, out0, out1, top, total, seen, scale, cid, CONSUMERS, BLOCK_K, PIECES,
-            HAS_LEFT or HAS_RIGHT, MASKED, FLIPPED, PING_PONG, P_SHARED, P_WIDE, DTYPE,
+            WINDOW, LEFT_EDGE or RIGHT_EDGE, FLIPPED, PING_PONG, P_SHARED, P_WIDE, DTYPE,
         )  # fmt: skip
         out0 = out0 * shrink[:, None]
         if PIECES == 2:
@@ -337,35 +354,45 @@ def _rest_of_tile(
     DTYPE: tl.constexpr,
 ):
     """All steps of a tile but the first: those at an edge of the window masked, the others not."""
-    full_from = 1
-    full_to = blocks
+    WINDOW: tl.constexpr = HAS_LEFT or HAS_RIGHT
+    # Blocks before `inner` have keys that are right of the window of some query, from `outer` on
+    # keys that are left of it.
+    inner = 1
+    outer = blocks
     if HAS_RIGHT:
         all_to = tl.minimum(first + keys - queries + right + 1, keys)
         inside = tl.maximum(all_to - begin, 0) // BLOCK_K
-        full_from = tl.minimum(tl.maximum(blocks - inside, 1), blocks)
+        inner = tl.minimum(tl.maximum(blocks - inside, 1), blocks)
     if HAS_LEFT:
         last = tl.minimum(first + 64, queries) - 1
         outside = tl.maximum(last + keys - queries - left - begin, 0) + BLOCK_K - 1
-        full_to = tl.minimum(tl.maximum(blocks - outside // BLOCK_K, full_from), blocks)
+        outer = tl.minimum(tl.maximum(blocks - outside // BLOCK_K, 1), blocks)
     if HAS_RIGHT:
         weights, out0, out1, top, total, count = _steps(
-            1, full_from, q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, p_tile,
-            weights, out0, out1, top, total, count, i, begin, blocks, keys, queries, left, right,
-            scale, columns, cid, CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, True,
+            1, tl.minimum(inner, outer), q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
+            p_tile, weights, out0, out1, top, total, count, i, begin, blocks, keys, queries, left,
+            right, scale, columns, cid, CONSUMERS, BLOCK_K, PIECES, STAGES, False, True, WINDOW,
             FLIPPED, PING_PONG, P_SHARED, P_WIDE, DTYPE,
         )  # fmt: skip
+    if HAS_LEFT and HAS_RIGHT:  # a window shorter than a tile
+        weights, out0, out1, top, total, count = _steps(
+            outer, inner, q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, p_tile,
+            weights, out0, out1, top, total, count, i, begin, blocks, keys, queries, left, right,
+            scale, columns, cid, CONSUMERS, BLOCK_K, PIECES, STAGES, True, True, WINDOW, FLIPPED,
+            PING_PONG, P_SHARED, P_WIDE, DTYPE,
+        )  # fmt: skip
     weights, out0, out1, top, total, count = _steps(
-        full_from, full_to, q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, p_tile,
-        weights, out0, out1, top, total, count, i, begin, blocks, keys, queries, left, right,
-        scale, columns, cid, CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, False,
-        FLIPPED, PING_PONG, P_SHARED, P_WIDE, DTYPE,
+        inner, outer, q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, p_tile, weights,
+        out0, out1, top, total, count, i, begin, blocks, keys, queries, left, right, scale, columns,
+        cid, CONSUMERS, BLOCK_K, PIECES, STAGES, False, False, WINDOW, FLIPPED, PING_PONG, P_SHARED,
+        P_WIDE, DTYPE,
     )  # fmt: skip
     if HAS_LEFT:
         weights, out0, out1, top, total, count = _steps(
-            full_to, blocks, q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, p_tile,
-            weights, out0, out1, top, total, count, i, begin, blocks, keys, queries, left, right,
-            scale, columns, cid, CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, True,
-            FLIPPED, PING_PONG, P_SHARED, P_WIDE, DTYPE,
+            tl.maximum(inner, outer), blocks, q_tile, k_tiles, k_full, k_empty, v_tiles, v_full,
+            v_empty, p_tile, weights, out0, out1, top, total, count, i, begin, blocks, keys,
+            queries, left, right, scale, columns, cid, CONSUMERS, BLOCK_K, PIECES, STAGES, True,
+            False, WINDOW, FLIPPED, PING_PONG, P_SHARED, P_WIDE, DTYPE,
         )  # fmt: skip
     return weights, out0, out1, top, total, count
 
@@ -558,7 +585,7 @@ def hopper_forward_kernel(
             s = tlx.async_dot_wait(0, s)
             tlx.barrier_arrive(k_empty[0])
             j = begin + (blocks - 1) * BLOCK_K + columns
-            seen = _seen(i, j, keys, queries, left, right, HAS_LEFT, HAS_RIGHT)
+            seen = _seen(i, j, keys, queries, left, right, True, HAS_LEFT, HAS_RIGHT)
             nothing = tl.full([64], -float("inf"), tl.float32)
             zero = tl.zeros([64], tl.float32)
             top, total, weights, shrink = _masked(s, seen, nothing, zero, scale, WINDOW)
@@ -595,7 +622,7 @@ def hopper_forward_kernel(
                         out_first, queries, first_i, head = _queries(row)
                         i = first_i + cid * 64 + tl.arange(0, 64)
                     j = begin + (blocks - 1) * BLOCK_K + columns
-                    seen = _seen(i, j, keys, queries, left, right, HAS_LEFT, HAS_RIGHT)
+                    seen = _seen(i, j, keys, queries, left, right, True, HAS_LEFT, HAS_RIGHT)
                     st = count % STAGES
                     before = (count - 1) % STAGES
                     if not KEEP_Q:
