@@ -186,7 +186,7 @@ def run(args: argparse.Namespace, command: str) -> int:
                     "contenders": args.contenders,
                     "seed": seed,
                     "input_sets": measured.input_sets,
-                    "judge_s": round(measured.judge_s / len(passes), 2),
+                    "judge_s": round(measured.judge_s / len(passes), 4),
                 }
                 for p in passes
             ]
