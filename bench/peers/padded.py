@@ -24,14 +24,14 @@ KERNELS = {
 }
 
 
-def _wide(x: Tensor) -> Tensor:
+def as_words(x: Tensor) -> Tensor:
     """Rows of 8-byte words: gathers then move 8 bytes per index computation, not 2."""
     rows = x.reshape(x.shape[0], -1)
     return rows.view(torch.int64) if rows.shape[1] * rows.itemsize % 8 == 0 else rows
 
 
-def _gather(x: Tensor, index: Tensor) -> Tensor:
-    rows = _wide(x.contiguous()).index_select(0, index)
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    rows = as_words(x.contiguous()).index_select(0, index)
     return rows.view(x.dtype).view(index.shape[0], *x.shape[1:])
 
 
@@ -45,14 +45,14 @@ class _Pad(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, places: Tensor, back: Tensor, empty: Tensor | None) -> Tensor:
         ctx.back = back
-        padded = _gather(x, places.flatten())
+        padded = gather_rows(x, places.flatten())
         if empty is not None:
             padded.view(*places.shape, *x.shape[1:]).index_fill_(0, empty, 0.0)
         return padded
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _gather(grad, ctx.back), None, None, None
+        return gather_rows(grad, ctx.back), None, None, None
 
 
 class _Unpad(torch.autograd.Function):
@@ -61,12 +61,12 @@ class _Unpad(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, back: Tensor) -> Tensor:
         ctx.shape, ctx.back = x.shape, back
-        return _gather(x, back)
+        return gather_rows(x, back)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         padded = grad.new_zeros(ctx.shape)
-        _wide(padded).index_copy_(0, ctx.back, _wide(grad.contiguous()))
+        as_words(padded).index_copy_(0, ctx.back, as_words(grad.contiguous()))
         return padded, None
 
 

@@ -1,15 +1,25 @@
 """The benchmark on a GPU: timers, captures that fail, and each contender on small rows."""
 
 import dataclasses
+import importlib
 
 import pytest
 import torch
 
 from bench.peers import contenders
+from bench.rivals import RIVALS
 from bench.row import measure_row
 from bench.shapes import Row
 from bench.timing import _profiled, measure, side_stream, with_peak
-from gem.attention.testing import compare, random_problem, reference_in_chunks, yardstick
+from gem.attention.backends import torch_
+from gem.attention.testing import (
+    assert_close_to_reference,
+    call_of,
+    compare,
+    random_problem,
+    reference_in_chunks,
+    yardstick,
+)
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
@@ -122,3 +132,34 @@ def test_the_rule_in_chunks_agrees_between_gpu_and_cpu():
     # True float32: TF32 would be a thousand times off.
     lse = yardstick(moved)["lse"].cpu() - yardstick(problem)["lse"]
     assert lse.nan_to_num().abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dim", [32, 128])
+@pytest.mark.parametrize("form", ["pooling", "few_queries", "window"])
+@pytest.mark.parametrize("name", RIVALS)
+def test_a_rival_as_a_backend_obeys_the_rule(name, form, dim):
+    lengths = [300, 0, 5, 129, 700]
+    given, options = {
+        "pooling": ((64, lengths), {}),
+        "few_queries": (([4] * 5, lengths), {}),
+        "window": ((lengths,), {"window": (128, 0)}),
+    }[form]
+    problem = random_problem(*given, dim=dim, dtype=torch.bfloat16, device=GPU, **options)
+    rival, call = importlib.import_module(RIVALS[name]), call_of(problem)
+    if reason := rival.unsupported(call):
+        pytest.skip(reason)
+    inputs = (problem.q, problem.k, problem.v)
+    out, lse = rival.forward(call, *inputs)
+    right = torch_.forward(call, *inputs)
+    torch.testing.assert_close(lse, right[1], atol=1e-3, rtol=1e-4)
+    grads = rival.backward(call, problem.dout, None, *inputs, out, lse)
+    results = dict(zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True))
+    assert_close_to_reference(results, problem)
+
+    dlse = torch.randn_like(right[1])
+    found = rival.backward(call, problem.dout, dlse, *inputs, *rival.forward(call, *inputs))
+    for grad, truth in zip(
+        found, torch_.backward(call, problem.dout, dlse, *inputs, *right), strict=True
+    ):
+        off = (grad - truth).float().norm() / truth.float().norm()
+        assert off < 0.02, (name, form, off)
