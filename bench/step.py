@@ -23,11 +23,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.quality import versions
 from gem.config import Config
-from gem.data import make_loaders
+from gem.data import Loader, make_loaders
 from gem.model.gem import Gem
 from gem.train.app import to_config
 from gem.train.checkpoint import Checkpoints
 from gem.train.cli import register
+from gem.train.compiling import compile_dense
 from gem.train.distributed import Ranks, open_ranks, pick_device
 from gem.train.progress import Reporter
 from gem.train.sharding import shard
@@ -39,7 +40,7 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 PARTS = {
     "attention": ("gem::attention", "gem_attention"),
     "embedding tables": ("fbgemm", "embedding", "SplitLookup", "CppNode"),
-    "optimizer": ("Optimizer.step", "_foreach_norm", "_fused_adamw"),
+    "optimizer": ("Optimizer.step", "_foreach", "_fused_adamw"),
 }
 
 
@@ -69,12 +70,31 @@ def shares(events) -> dict[str, float]:
     return total
 
 
-def make_trainer(config: Config, ranks: Ranks, folder: Path) -> Trainer:
+def open_loaders(config: Config, ranks: Ranks) -> dict[str, Loader]:
+    place = {"rank": ranks.rank, "world_size": ranks.world_size, "device": ranks.device}
+    return make_loaders(config.data, seed=config.seed, **place)
+
+
+def precision_of(config: Config, device: torch.device) -> str:
+    name = config.trainer.precision
+    if name == "auto":
+        return "bfloat16" if device.type == "cuda" else "float32"
+    return name
+
+
+def make_trainer(config: Config, ranks: Ranks, loaders: dict[str, Loader], folder: Path) -> Trainer:
     """As `gem.train.app` makes it, with nothing to report to."""
     torch.manual_seed(config.seed)
-    place = {"rank": ranks.rank, "world_size": ranks.world_size, "device": ranks.device}
-    loaders = make_loaders(config.data, seed=config.seed, **place)
-    model = shard(Gem(config.data.schema, config.model), config.optim, ranks)
+    attention = config.attention
+    model = Gem(
+        config.data.schema,
+        config.model,
+        backend=attention.backend,
+        deterministic=attention.deterministic,
+    )
+    if config.trainer.compile:
+        compile_dense(model)
+    model = shard(model, config.optim, ranks)
     quiet = Console(quiet=True)
     return Trainer(
         model,
@@ -82,7 +102,7 @@ def make_trainer(config: Config, ranks: Ranks, folder: Path) -> Trainer:
         config.data.schema.tasks,
         config.trainer,
         config.optim,
-        torch.float32,
+        getattr(torch, precision_of(config, ranks.device)),
         ranks,
         Reporter(config.logger, folder, False, quiet),
         Checkpoints(folder / "checkpoints", ranks, 1),
@@ -97,7 +117,7 @@ def measure(overrides: list[str], steps: int, warmup: int) -> dict:
         extra = ["trainer.device=cpu", f"paths.output={folder}"]
         config = to_config(compose("train", overrides=[*extra, *overrides]))
         with open_ranks(pick_device("cpu")) as ranks:
-            trainer = make_trainer(config, ranks, Path(folder))
+            trainer = make_trainer(config, ranks, open_loaders(config, ranks), Path(folder))
             batches = iter(trainer.loaders["train"])
             for _ in range(warmup):
                 trainer.step(next(batches))

@@ -1,0 +1,126 @@
+"""Training steps by backend on a CPU: figures, backends that are wrong, the deadline."""
+
+import dataclasses
+import json
+import types
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from bench import train
+from bench.rivals import RIVALS
+from bench.rivals.padded import Kernel, Padded
+from bench.step import CONF, make_trainer
+from gem.attention import backends
+from gem.attention.backends import torch_
+from gem.train.app import to_config
+from gem.train.cli import register
+from gem.train.distributed import open_ranks
+from tests.bench.test_rivals import cpu_backward, cpu_forward
+
+SMALL = [
+    "--models=gem_small",
+    "--density=0.3",
+    "--batch-size=8",
+    "--batches=2",
+    "--max-length=16",
+    "--warmup=1",
+    "--steps=4",
+    "--device=cpu",
+    "data.dataset.num_users=40",
+    "data.dataset.num_items=100",
+    "model.d_model=16",
+    "model.embedding_dim=8",
+    "model.window=4",
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return f"paths.cache={tmp_path_factory.mktemp('cache')}"
+
+
+def without_lse(call, dout, dlse, *rest):
+    return torch_.backward(call, dout, None, *rest)
+
+
+def narrow(call, q, k, v):
+    call = dataclasses.replace(call, left=call.left and call.left - 1)
+    return torch_.forward(call, q, k, v)
+
+
+@pytest.fixture
+def more_backends(monkeypatch):
+    """Right and wrong ones; the names that a run registers are gone afterwards."""
+
+    def like_torch(**other):
+        plain = {name: getattr(torch_, name) for name in ("unsupported", "forward", "backward")}
+        return types.SimpleNamespace(**plain | other)
+
+    made = {
+        "sdpa_cudnn": Padded(Kernel("cpu", cpu_forward, cpu_backward, expands=True)),
+        "tlx": like_torch(backward=without_lse),
+        "triton": like_torch(forward=narrow),
+    }
+    load = backends._load
+    monkeypatch.setattr(backends, "BY_NAME", dict(backends.BY_NAME))
+    monkeypatch.setattr(backends, "_load", lambda name: made.get(name) or load(name))
+
+
+def test_backends_that_are_right_get_figures_and_others_reasons(
+    cache, tmp_path, capsys, more_backends
+):
+    out = tmp_path / "train.json"
+    names = ["torch", "sdpa_cudnn", "tlx", "triton", "fa4_expanded"]
+    assert train.main([*SMALL, cache, "--out", str(out), "--backends", *names]) == 0
+    written = json.loads(out.read_text())
+    assert written["ceilings"]["matmul_tflops"] > 0 and written["machine"]["torch"]
+    found = {entry["backend"]: entry for entry in written["entries"]}
+    assert list(found) == names
+    for name in ("torch", "sdpa_cudnn"):
+        entry = found[name]
+        assert train.is_right(entry["errors"]) and entry["mean_length"]["browse"] > 1
+        assert entry["examples_per_s"] == pytest.approx(8e3 / entry["ms_per_step"])
+        assert 0 < entry["mfu"] < 1 and 0 < entry["attention_share"] < 1
+        assert len(entry["steps_ms"]) in (1, 4) and entry["peak_gib"] is None
+        assert {"attention", "embedding tables", "optimizer"} < set(entry["parts_ms"])
+    assert found["tlx"]["errors"]["gradient_ratio"] > 2 and "ms_per_step" not in found["tlx"]
+    assert "further from float32" in found["tlx"]["broken"]
+    assert "broken" in found["triton"]
+    assert "needs a CUDA device" in found["fa4_expanded"]["skipped"]
+    printed = capsys.readouterr().out
+    assert "tlx: BROKEN" in printed and "gem_small density 0.3 torch: " in printed
+
+
+def test_nothing_starts_that_would_end_after_the_deadline(cache, tmp_path, capsys, more_backends):
+    out = tmp_path / "train.json"
+    arguments = [*SMALL, cache, "--out", str(out), "--backends", "torch", "--deadline", "0"]
+    assert train.main([*arguments, "--brief"]) == 0
+    (entry,) = json.loads(out.read_text())["entries"]
+    assert "deadline" in entry["skipped"] and "model" not in capsys.readouterr().out.split("\n")[-2]
+
+
+def test_batches_are_new_to_schedules_and_weights_are_awake(cache, tmp_path):
+    register()
+    args = train.parse([*SMALL, cache])
+    with initialize_config_dir(str(CONF), version_base="1.3"), open_ranks(torch.device("cpu")) as r:
+        overrides = train.to_overrides(args, 0.3, str(tmp_path))
+        config = to_config(compose("train", overrides=["model=gem_small", *overrides]))
+        data = train.load(config, r, 2)
+        trainer = make_trainer(config, r, data.loaders, tmp_path)
+        train.wake(trainer)
+        assert len(data.batches) == 2 and data.check.batch_size == train.CHECK_ROWS
+        batch = data.batches[0]
+        again = train.unseen(batch)
+        for name, sequence in batch.sequences.items():
+            layout, other = sequence.layout, again.sequences[name].layout
+            assert other.lengths is not layout.lengths and other.offsets is layout.offsets
+            assert torch.equal(other.lengths, layout.lengths)
+        assert all(parameter.any() for parameter in trainer.optimizers.dense)
+
+
+def test_rivals_run_by_default_after_our_kernels():
+    args = train.parse([])
+    assert args.backends == ["tlx", "triton", *RIVALS, "torch"]
+    assert args.models == ["gem_small", "gem_base"]
