@@ -100,30 +100,27 @@ def test_head_dims(queries, dim, backend):
     check(make(lengths, dim=dim) if queries is None else make(queries, lengths, dim=dim), backend)
 
 
-@pytest.mark.parametrize(
-    ("q_lengths", "k_lengths"),
-    [
-        ([0, 3, 0, 5], [7, 0, 0, 2]),
-        ([1], [130]),
-        ([130], [1]),
-        ([64, 65, 63], [65, 63, 64]),
-        ([0, 0], [4, 9]),
-        ([4, 9], [0, 0]),
-        ([0, 0], [0, 0]),
-        ([], []),
-        (5, []),
-        (5, [0, 0]),
-        (0, [3, 1]),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("causal", [False, True])
-def test_edges(q_lengths, k_lengths, causal, backend):
-    if isinstance(q_lengths, int) and causal:
-        pytest.skip("broadcast attention has no window")
-    check(
-        make(q_lengths, k_lengths, causal=causal) if causal else make(q_lengths, k_lengths), backend
-    )
+EDGES = [
+    ([0, 3, 0, 5], [7, 0, 0, 2]),
+    ([1], [130]),
+    ([130], [1]),
+    ([64, 65, 63], [65, 63, 64]),
+    ([0, 0], [4, 9]),
+    ([4, 9], [0, 0]),
+    ([0, 0], [0, 0]),
+    ([], []),
+]
+SHARED_EDGES = [(5, []), (5, [0, 0]), (0, [3, 1])]
+
+
+@pytest.mark.parametrize(("q_lengths", "k_lengths"), EDGES + SHARED_EDGES, ids=str)
+def test_edges(q_lengths, k_lengths, backend):
+    check(make(q_lengths, k_lengths), backend)
+
+
+@pytest.mark.parametrize(("q_lengths", "k_lengths"), EDGES, ids=str)
+def test_edges_of_causal_attention(q_lengths, k_lengths, backend):
+    check(make(q_lengths, k_lengths, causal=True), backend)
 
 
 @pytest.mark.parametrize("seed", range(5 if INTERPRETED else 200))

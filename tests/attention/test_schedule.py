@@ -9,6 +9,8 @@ from gem.attention import schedule
 
 CPU = torch.device("cpu")
 WINDOWS = [(None, None), (None, 0), (5, 0), (7, 3), (None, 4), (2, None), (0, 0)]
+# Broadcast attention has no window.
+FORMS = [*((*window, False) for window in WINDOWS), (None, None, True)]
 
 
 def visible_keys(queries, keys, first, last, left, right):
@@ -124,11 +126,8 @@ def tile_loads(tiles, block_k):
         yield ctas, loads
 
 
-@pytest.mark.parametrize(("left", "right"), WINDOWS)
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("left", "right", "shared"), FORMS)
 def test_dealt_tiles_hold_every_tile_of_every_head_once(left, right, shared):
-    if shared and (left, right) != (None, None):
-        pytest.skip("broadcast attention has no window")
     rng = random.Random(2)
     keys = random_lengths(rng, 9)
     queries = 21 if shared else random_lengths(rng, 9)
@@ -165,6 +164,17 @@ def test_dealt_tiles_balance_the_ctas_and_keep_a_sample_together():
     assert pairs[::2] == pairs[1::2]  # the two tiles of a sample and head
 
 
+@pytest.mark.parametrize("build", [schedule.dealt_tiles, schedule.dealt_keys])
+def test_causal_tiles_are_dealt_evenly_though_sections_end_within_turns(build):
+    lengths = torch.full((8,), 4096)
+    loads = {}
+    for sorted_for in (1, 132):
+        tiles = build(lengths, lengths, None, 0, 16, 128, 64, CPU, sorted_for)
+        loads[sorted_for] = dict(tile_loads(tiles, 64))[132]
+    mean = sum(loads[132]) / 132
+    assert max(loads[132]) <= 1.04 * mean < 1.2 * mean <= max(loads[1])
+
+
 def test_no_tiles_at_all():
     lengths = torch.tensor([0, 0])
     tiles = schedule.dealt_tiles(lengths, 5, None, None, 2, 64, 64, CPU)
@@ -173,11 +183,8 @@ def test_no_tiles_at_all():
     assert tiles.table.shape == tiles.empty.shape == (0, 8)
 
 
-@pytest.mark.parametrize(("left", "right"), WINDOWS)
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("left", "right", "shared"), FORMS)
 def test_dealt_keys_hold_every_block_of_every_head_once(left, right, shared):
-    if shared and (left, right) != (None, None):
-        pytest.skip("broadcast attention has no window")
     rng = random.Random(3)
     keys = random_lengths(rng, 12)
     queries = torch.full_like(keys, 21) if shared else random_lengths(rng, 12)
