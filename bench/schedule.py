@@ -26,7 +26,7 @@ from rich.table import Column, Table
 from bench.quality import versions
 from bench.shapes import Row, choose, load
 from gem.attention import schedule
-from gem.attention.backends import tlx_, triton_
+from gem.attention.backends import tlx_, tlx_backward
 
 ROWS = (
     "b1024_q192_h3_d128_k1000_s0.5",
@@ -43,26 +43,34 @@ CPU = torch.device("cpu")
 
 
 def builders(row: Row) -> dict[str, Callable[[torch.Tensor], object]]:
-    """By kind of schedule, what builds it from lengths as the backends would for the row."""
+    """By kind of schedule, what builds it from lengths as the TLX backend would for the row."""
     left, right = row.sides
     block_d = 64 if row.dim <= 64 else 128
     mean = row.density * row.max_keys
     means = (row.queries if row.broadcast else mean), mean
-    shape = tlx_.forward_shape(block_d, row.broadcast, *means)
+    shape = tlx_.forward_shape(block_d, row.broadcast, *means, row.heads // row.kv_heads)
+    block_q = 8192 // block_d  # of the backward
 
     def queries(lengths: torch.Tensor) -> torch.Tensor | int:
         return row.queries if row.broadcast else lengths
 
-    keys = triton_.keys_tiles(block_d).keys
-    found = {
-        "dealt_tiles": lambda x: schedule.dealt_tiles(
-            x, queries(x), left, right, row.heads, 64 * shape.consumers, shape.keys, CPU
-        ),
-        "key_tiles": lambda x: schedule.key_tiles(x, queries(x), left, right, keys, CPU),
-    }
-    if row.broadcast:
-        workers = triton_.PROGRAMS * PROCESSORS // row.heads
+    def dealt_tiles(x: torch.Tensor) -> schedule.DealtTiles:
+        blocks = 64 * shape.consumers, shape.keys
+        return schedule.dealt_tiles(x, queries(x), left, right, row.heads, *blocks, CPU, PROCESSORS)
+
+    def dealt_keys(x: torch.Tensor) -> schedule.DealtTiles:
+        blocks = tlx_backward.BLOCK_K, block_q
+        return schedule.dealt_keys(
+            x, queries(x), left, right, row.kv_heads, *blocks, CPU, PROCESSORS
+        )
+
+    found = {"dealt_tiles": dealt_tiles}
+    if row.broadcast and row.queries <= 64 and row.heads == row.kv_heads:
+        workers, block_q = PROCESSORS // row.heads, 64
         found["key_segments"] = lambda x: schedule.key_segments(x, workers, CPU)
+    else:
+        found["dealt_keys"] = dealt_keys
+    found["statistic_tiles"] = lambda x: schedule.statistic_tiles(x, queries(x), block_q, CPU)
     return found
 
 
@@ -90,11 +98,12 @@ def measure(rows: Sequence[Row], builds: int) -> list[dict]:
 
 
 def show(entries: Sequence[dict], console: Console) -> None:
-    kinds = ("dealt_tiles", "key_tiles", "key_segments")
-    table = Table(Column("row", no_wrap=True), "tiles", *kinds, title="milliseconds to build")
+    kinds = ("dealt_tiles", "dealt_keys", "key_segments", "statistic_tiles")
+    table = Table(Column("row", no_wrap=True), "tiles", *(k.replace("_", " ") for k in kinds))
     for entry in entries:
         figures = [f"{entry['ms'][kind]:.2f}" if kind in entry["ms"] else "-" for kind in kinds]
         table.add_row(entry["name"], str(entry["tiles"]), *figures)
+    table.title = "milliseconds to build"
     console.print(table)
 
 

@@ -11,11 +11,14 @@ from bench.shapes import load
 def test_builders_take_what_the_backends_would():
     rows = {row.name: row for row in load()}
     broadcast = schedule.builders(rows["b1024_q192_h3_d128_k1000_s0.5"])
-    assert set(broadcast) == {"dealt_tiles", "key_tiles", "key_segments"}
+    assert set(broadcast) == {"dealt_tiles", "dealt_keys", "statistic_tiles"}
     dealt = broadcast["dealt_tiles"](torch.tensor([5, 0, 900]))
     assert dealt.table.shape == (6, 8)  # a tile of 192 queries for each of 3 heads
     windowed = schedule.builders(rows["window_256"])
-    assert set(windowed) == {"dealt_tiles", "key_tiles"}
+    assert set(windowed) == {"dealt_tiles", "dealt_keys", "statistic_tiles"}
+    few = schedule.builders(rows["b1024_q64_h4_d128_k512_s0.5"])
+    assert set(few) == {"dealt_tiles", "key_segments", "statistic_tiles"}
+    assert few["key_segments"](torch.full((100,), 500)).workers == 33
     (row,) = windowed["dealt_tiles"](torch.tensor([1000])).table[-1:].tolist()
     assert row[3] - row[2] < 1000  # the window is there
 
@@ -27,6 +30,6 @@ def test_the_command_writes_figures(tmp_path, capsys):
     assert [entry["name"] for entry in written["rows"]] == ["self_k256_s0.5", "dense_4096"]
     assert written["rows"][1]["tiles"] == 8 * 16 * 4096 // 128
     for entry in written["rows"]:
-        assert set(entry["ms"]) == {"dealt_tiles", "key_tiles"}
+        assert set(entry["ms"]) == {"dealt_tiles", "dealt_keys", "statistic_tiles"}
         assert all(0 < ms < 1e4 for ms in entry["ms"].values())
     assert "self_k256_s0.5" in capsys.readouterr().out
