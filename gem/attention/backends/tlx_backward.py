@@ -8,8 +8,6 @@ scores twice.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 from torch import Tensor
@@ -69,18 +67,15 @@ class _Backward:
         self.shared = self.broadcast and call.heads == call.kv_heads and q.shape[0] <= 64
         self.block_d = block_columns(call)
         self.block_q = 64 if self.shared else 8192 // self.block_d
-        make = functools.partial(torch.empty, device=q.device)
-        self.dq = make(q.shape, dtype=q.dtype)
-        self.dk, self.dv = make(k.shape, dtype=k.dtype), make(v.shape, dtype=v.dtype)
-        covered = int(call.k_lengths.sum())
-        self.dk[covered:] = 0
-        self.dv[covered:] = 0
+        self.dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.dk, self.dv = triton_.key_results(call, k, v)
         queries = triton_.queries_of(call, q)
         tiles = schedule.schedule(
             "statistic_tiles", call.k_lengths, queries, self.block_q, q.device
         )
         self.stats = tiles.shape[0] * self.block_q
-        self.delta = make((call.heads, self.stats), dtype=torch.float32)
+        size = call.heads, self.stats
+        self.delta = torch.empty(size, dtype=torch.float32, device=q.device)
         self.lse2 = torch.empty_like(self.delta)
         triton_.run(
             statistics_kernel,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 import triton.language.extra.tlx as tlx
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -63,6 +64,23 @@ def processors(device: torch.device) -> int:
 
         return processors()
     return triton_.processors(device)
+
+
+@triton.jit
+def dealt_place(turn, TEAM: tl.constexpr):
+    """This CTA's place in a turn: odd turns deal to the teams of CTAs in reverse order."""
+    cta = tl.program_id(0)
+    last = tl.num_programs(0) // TEAM - 1
+    team = cta // TEAM
+    return tl.where(turn % 2 == 0, team, last - team) * TEAM + cta % TEAM
+
+
+@triton.jit
+def dealt_turns(tiles, TEAM: tl.constexpr):
+    """How many tiles this CTA has."""
+    full = tiles // tl.num_programs(0)
+    rest = tiles - full * tl.num_programs(0)
+    return full + (dealt_place(full, TEAM) < rest).to(tl.int32)
 
 
 @triton.jit

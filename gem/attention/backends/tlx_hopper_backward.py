@@ -24,7 +24,13 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gem.attention.backends.tlx_common import copy_rows, store_rows, store_sums
+from gem.attention.backends.tlx_common import (
+    copy_rows,
+    dealt_place,
+    dealt_turns,
+    store_rows,
+    store_sums,
+)
 
 
 @triton.jit(do_not_specialize=["stats"])
@@ -72,22 +78,9 @@ def statistics_kernel(
 
 
 @triton.jit
-def _turns(tiles):
-    """How many tiles this CTA has."""
-    cta = tl.program_id(0)
-    ctas = tl.num_programs(0)
-    full = tiles // ctas
-    place = tl.where(full % 2 == 0, cta, ctas - 1 - cta)
-    return full + (place < tiles - full * ctas).to(tl.int32)
-
-
-@triton.jit
 def _row(TILES, turn):
-    """The table's row of a turn: a zig-zag, odd turns from right to left."""
-    cta = tl.program_id(0)
-    ctas = tl.num_programs(0)
-    place = tl.where(turn % 2 == 0, cta, ctas - 1 - cta)
-    return TILES + (turn * ctas + place) * 9
+    """The table's row of a turn."""
+    return TILES + (turn * tl.num_programs(0) + dealt_place(turn, 1)) * 9
 
 
 @triton.jit
@@ -326,7 +319,7 @@ def hopper_backward_kernel(
     v_empty = tlx.alloc_warp_barrier(1, 4, 2)
     q_full = tlx.alloc_barriers(Q_STAGES, arrive_count=1)
     q_empty = tlx.alloc_warp_barrier(Q_STAGES, 4, 2)
-    turns = _turns(tiles)
+    turns = dealt_turns(tiles, 1)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):

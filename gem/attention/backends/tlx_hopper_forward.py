@@ -26,24 +26,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gem.attention.backends.tlx_common import copy_rows, store_rows
-
-
-@triton.jit
-def _place(turn, TEAM: tl.constexpr):
-    """This CTA's place in a turn: odd turns deal to the teams in reverse order."""
-    cta = tl.program_id(0)
-    last = tl.num_programs(0) // TEAM - 1
-    team = cta // TEAM
-    return tl.where(turn % 2 == 0, team, last - team) * TEAM + cta % TEAM
-
-
-@triton.jit
-def _turns(tiles, TEAM: tl.constexpr):
-    """How many tiles this CTA has."""
-    full = tiles // tl.num_programs(0)
-    rest = tiles - full * tl.num_programs(0)
-    return full + (_place(full, TEAM) < rest).to(tl.int32)
+from gem.attention.backends.tlx_common import copy_rows, dealt_place, dealt_turns, store_rows
 
 
 @triton.jit
@@ -53,7 +36,7 @@ def _row(TILES, turn, turns, tile, TEAM: tl.constexpr, COUNTER: tl.constexpr):
         place = tl.maximum(tile, 0)
     else:
         turn = tl.minimum(turn, turns - 1)
-        place = turn * tl.num_programs(0) + _place(turn, TEAM)
+        place = turn * tl.num_programs(0) + dealt_place(turn, TEAM)
     return TILES + place * 8
 
 
@@ -502,7 +485,7 @@ def hopper_forward_kernel(
         turns = _most_turns(tiles)
     else:  # the ring is not used
         numbers, tile_full, tile_empty = q_tiles, q_full, q_empty
-        turns = _turns(tiles, TEAM)
+        turns = dealt_turns(tiles, TEAM)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):

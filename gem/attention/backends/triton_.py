@@ -211,10 +211,7 @@ class _Backward:
         make = functools.partial(torch.empty, device=q.device)
         self.dq = make(q.shape, dtype=q.dtype)
         if with_keys:
-            self.dk, self.dv = make(k.shape, dtype=k.dtype), make(v.shape, dtype=v.dtype)
-            covered = int(call.k_lengths.sum())
-            self.dk[covered:] = 0
-            self.dv[covered:] = 0
+            self.dk, self.dv = key_results(call, k, v)
         if not self.broadcast:
             self.dq[int(call.q_lengths.sum()) :] = 0
         # [heads, rows]: a tile's statistics are consecutive
@@ -384,6 +381,14 @@ def results(call: Call, q: Tensor) -> tuple[Tensor, Tensor]:
         out[covered:] = 0
         lse[covered:] = -torch.inf
     return out, lse
+
+
+def key_results(call: Call, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for dk and dv, written only where rows lie past the last sample."""
+    made = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    for x in made:
+        x[int(call.k_lengths.sum()) :] = 0
+    return made
 
 
 def queries_of(call: Call, q: Tensor) -> Tensor | int:
