@@ -48,7 +48,7 @@ def builders(row: Row) -> dict[str, Callable[[torch.Tensor], object]]:
     block_d = 64 if row.dim <= 64 else 128
     mean = row.density * row.max_keys
     means = (row.queries if row.broadcast else mean), mean
-    shape = tlx_.forward_shape(block_d, row.broadcast, *means, row.heads // row.kv_heads)
+    shape = tlx_.forward_shape(block_d, row.broadcast, *means, row.sides[0] is not None)
     block_q = 8192 // block_d  # of the backward
 
     def queries(lengths: torch.Tensor) -> torch.Tensor | int:

@@ -24,10 +24,10 @@ Shape = tlx_.Shape
 CHOSEN = {
     block_d: sorted(
         {
-            tlx_.forward_shape(block_d, broadcast, queries, keys)
-            for broadcast in (False, True)
+            tlx_.forward_shape(block_d, broadcast, queries, keys, window)
+            for broadcast, window in ((False, False), (False, True), (True, False))
             for queries in (32, 64, 100, 128, 160, 192, 256)
-            for keys in (100, 511, 512, 4096)
+            for keys in (100, 255, 256, 399, 400, 4096)
         },
         key=str,
     )

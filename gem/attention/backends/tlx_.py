@@ -17,7 +17,7 @@ from torch import Tensor
 from gem.attention import schedule
 from gem.attention.backends import Call, triton_
 from gem.attention.backends.tlx_backward import backward  # noqa: F401 - this backend's
-from gem.attention.backends.tlx_common import block_columns, processors, ragged, readable
+from gem.attention.backends.tlx_common import block_columns, is_narrow, processors, ragged, readable
 from gem.attention.backends.tlx_hopper_forward import hopper_forward_kernel
 
 KEEP_Q_SHARE = 0.95  # of the multiprocessors must be at work
@@ -64,32 +64,38 @@ class Shape:
 
 
 def forward_shape(
-    block_d: int, broadcast: bool, queries: float, keys: float, group: int = 1
+    block_d: int,
+    broadcast: bool,
+    queries: float,
+    keys: float,
+    window: bool = False,
 ) -> Shape:
-    """What was fastest on an H200 for these means per sample, `group` query heads on a key head."""
+    """What was fastest on an H200 for these means per sample.
+
+    Args:
+        window: whether queries see no key that is too far to the left.
+    """
     short = keys < 256
     if block_d == 64:
         if queries <= 64:
             return Shape(1, 128, 3, 2, 232)
         if broadcast and 128 < queries <= 192:
             return Shape(3, 64, 6, 1, 160, keep_q=True, counter=short)
-        return Shape(2, 128, 4, 2, 240)
-    if not broadcast:
-        return Shape(2, 128, 2, 2, 240, ping_pong=True, counter=short)
-    if queries <= 64:
+        return Shape(2, 128, 4, 2, 240, ping_pong=True, counter=not broadcast)
+    if broadcast and queries <= 64:
         return Shape(1, 64, 5, 2, 232, p_wide=True)
-    if 128 < queries <= 192:
+    if broadcast and 128 < queries <= 192:
         return Shape(3, 64, 4, 1, 160, p_wide=True, keep_q=keys < 768, counter=short)
-    if queries * group <= 128 or keys < 512:
-        return Shape(2, 64, 4, 2, 240, p_wide=True)
-    return Shape(2, 128, 2, 2, 240)
+    if keys < (400 if broadcast else 256) and not window:
+        return Shape(2, 64, 4, 2, 240, ping_pong=True, p_wide=True)
+    return Shape(2, 128, 2, 2, 240, ping_pong=True, counter=window)
 
 
 def shape_of(call: Call, q: Tensor) -> Shape:
     """The shape that `forward` takes for a call."""
     means = triton_.mean_queries(call, q), triton_.mean(call.k_lengths)
-    group = call.heads // call.kv_heads
-    return forward_shape(block_columns(call), call.form == "broadcast", *means, group)
+    window = call.left is not None
+    return forward_shape(block_columns(call), call.form == "broadcast", *means, window)
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,6 +160,8 @@ def launch(
             BROADCAST=broadcast,
             HAS_LEFT=call.left is not None,
             HAS_RIGHT=call.right is not None,
+            NARROW=is_narrow(call.left, call.right, shape.keys),
+            NEAR=call.left is not None and call.left < shape.keys - 1,
             FLIPPED=call.scale < 0,
             CONSUMERS=shape.consumers,
             TEAM=team,

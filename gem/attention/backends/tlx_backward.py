@@ -11,11 +11,16 @@ from __future__ import annotations
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gem.attention import schedule
 from gem.attention.backends import Call, triton_
-from gem.attention.backends.tlx_common import block_columns, processors, ragged, readable
-from gem.attention.backends.tlx_hopper_backward import hopper_backward_kernel, statistics_kernel
+from gem.attention.backends.tlx_common import block_columns, is_narrow, processors, ragged, readable
+from gem.attention.backends.tlx_hopper_backward import (
+    dq_kernel,
+    hopper_backward_kernel,
+    statistics_kernel,
+)
 from gem.attention.backends.tlx_hopper_shared_backward import hopper_shared_backward_kernel
 from gem.attention.backends.triton_backward import sum_kernel
 
@@ -68,9 +73,11 @@ class _Backward:
         self.block_d = block_columns(call)
         self.block_q = 64 if self.shared else 8192 // self.block_d
         self.dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if not self.broadcast:  # rows past the last sample
+            self.dq[int(call.q_lengths.sum()) :] = 0
         self.dk, self.dv = triton_.key_results(call, k, v)
         queries = triton_.queries_of(call, q)
-        tiles = schedule.schedule(
+        self.tiles = tiles = schedule.schedule(
             "statistic_tiles", call.k_lengths, queries, self.block_q, q.device
         )
         self.stats = tiles.shape[0] * self.block_q
@@ -90,10 +97,13 @@ class _Backward:
             HAS_DLSE=dlse is not None,
         )
 
-    def _descriptors(self, sums: Tensor, columns: int) -> tuple:
-        tiles = (self.q, self.k, self.v, self.dout, self.dk, self.dv)
-        boxes = [ragged(x, 64, self.block_d) for x in tiles]
-        return *boxes, ragged(sums.view(-1, *sums.shape[-2:]), 64, columns)
+    def _descriptors(self, k_rows: int, dv_columns: int) -> tuple:
+        return (
+            ragged(self.q, 64, self.block_d),
+            ragged(self.k, k_rows, self.block_d),
+            *(ragged(x, 64, self.block_d) for x in (self.v, self.dout, self.dk)),
+            ragged(self.dv, 64, dv_columns),
+        )
 
     def add_keys(self, with_dq: bool) -> None:
         """Writes dk and dv and, if asked for, dq."""
@@ -113,26 +123,43 @@ class _Backward:
         if tiles.empty.shape[0]:
             self.dk.zero_()
             self.dv.zero_()
-        size = self.q.shape if with_dq else (1, *self.q.shape[1:])
+        heads, block_d = call.heads, self.block_d
+        rows = self.q.shape[0] if self.broadcast else self.stats
+        q_tiles = triton.cdiv(rows, self.block_q) * (self.block_q // 64)
+        size = max(1, q_tiles) if with_dq else 1, heads, 64 * block_d
         sums = torch.zeros(size, dtype=torch.float32, device=self.q.device)
+        flat = sums.view(-1, 32)
         count = tiles.table.shape[0]
         triton_.run(
             hopper_backward_kernel,
             (min(count, processors(self.q.device)),),
-            *self._descriptors(sums, 64),
+            *self._descriptors(BLOCK_K, 64),
+            TensorDescriptor(flat, list(flat.shape), [32, 1], [2 * block_d, 32]),
             *(self.lse2, self.delta, tiles.table, count, self.stats),
             *(call.scale * triton_.LOG2_E, call.scale, call.left or 0, call.right or 0),
-            GROUP=call.heads // call.kv_heads,
+            GROUP=heads // call.kv_heads,
+            HEADS=heads,
             BROADCAST=self.broadcast,
             HAS_LEFT=call.left is not None,
             HAS_RIGHT=call.right is not None,
-            BLOCK_D=self.block_d,
+            NARROW=is_narrow(call.left, call.right, self.block_q),
+            BLOCK_D=block_d,
             WITH_DQ=with_dq,
             num_warps=4,
             num_stages=1,
         )
-        if with_dq:
-            self._sum(sums[None])
+        if with_dq and q_tiles:
+            triton_.run(
+                dq_kernel,
+                (q_tiles, heads),
+                *(sums, self.dq, self.tiles, self.q.shape[0], call.scale),
+                HEADS=heads,
+                DIM=call.head_dim,
+                BROADCAST=self.broadcast,
+                BLOCK=self.block_q,
+                BLOCK_D=block_d,
+                num_warps=8,
+            )
 
     def add_all_shared(self) -> None:
         """Writes dq, dk and dv of broadcast attention with at most 64 queries."""
@@ -146,7 +173,8 @@ class _Backward:
         triton_.run(
             hopper_shared_backward_kernel,
             (segments.workers * call.heads,),
-            *self._descriptors(partial, self.block_d),
+            *self._descriptors(64, self.block_d),
+            ragged(partial.view(-1, *self.q.shape[1:]), 64, self.block_d),
             *(self.lse2, self.delta, segments.table, call.k_offsets),
             *(call.scale * triton_.LOG2_E, call.scale),
             *(queries, self.stats, segments.turns, segments.workers),
@@ -157,14 +185,11 @@ class _Backward:
             num_warps=4,
             num_stages=1,
         )
-        self._sum(partial)
-
-    def _sum(self, partial: Tensor) -> None:
-        size, block = self.dq.numel(), 1024 if partial.shape[0] == 1 else 256
+        size = self.dq.numel()
         triton_.run(
             sum_kernel,
-            (triton.cdiv(size, block),),
-            *(partial, self.dq, self.call.scale, partial.shape[0], size),
-            BLOCK=block,
+            (triton.cdiv(size, 256),),
+            *(partial, self.dq, call.scale, partial.shape[0], size),
+            BLOCK=256,
             num_warps=4,
         )

@@ -57,6 +57,11 @@ def block_columns(call: Call) -> int:
     return 64 if call.head_dim <= 64 else 128
 
 
+def is_narrow(left: int | None, right: int | None, block: int) -> bool:
+    """Whether a window may begin and end in one step: 64 rows against a block of the other ones."""
+    return left is not None and right is not None and left + right < block + 61
+
+
 def processors(device: torch.device) -> int:
     """Multiprocessors of the device: as many CTAs as a persistent kernel has."""
     if device.type == "cpu":  # launches are simulated, or recorded
@@ -92,19 +97,14 @@ def copy_rows(desc, buffer, barrier, first, count, row, head):
 
 
 @triton.jit
-def store_rows(desc, buffer, first, count, row, head):
-    """Writes a box from `row` of the sample on; rows past its end are left out."""
+def store_columns(desc, buffer, first, count, row, head, column):
+    """Writes a box from `row` of the sample and a column on; rows past its end are left out."""
     tlx.async_descriptor_store(
-        desc, buffer, [1073741824, first + count, head, 1073741824 - count + row, 0]
+        desc, buffer, [1073741824, first + count, head, 1073741824 - count + row, column]
     )
 
 
 @triton.jit
-def store_sums(desc, buffer, first, count, row, head, column):
-    """As `store_rows`, but from a column on, and added to what is there."""
-    tlx.async_descriptor_store(
-        desc,
-        buffer,
-        [1073741824, first + count, head, 1073741824 - count + row, column],
-        store_reduce="add",
-    )
+def store_rows(desc, buffer, first, count, row, head):
+    """As `store_columns`, from the first column on."""
+    store_columns(desc, buffer, first, count, row, head, 0)

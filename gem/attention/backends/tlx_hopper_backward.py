@@ -28,8 +28,8 @@ from gem.attention.backends.tlx_common import (
     copy_rows,
     dealt_place,
     dealt_turns,
+    store_columns,
     store_rows,
-    store_sums,
 )
 
 
@@ -118,59 +118,91 @@ def _probabilities(s, lse, begin, end, scale, EDGES: tl.constexpr):
 
 
 @triton.jit
+def _add(dq, stage, desc_dq, tile, BLOCK_D: tl.constexpr):
+    """Adds dq `[64, BLOCK_D]` to the float32 sums of a tile, in the order of a product's registers.
+
+    A thread of a product has two rows and, of each eight columns, two: four numbers. So it writes
+    16 bytes at once, and a warp to all banks; by rows it would need twice as many writes, of which
+    each would meet another in a bank. `dq_kernel` has the order too.
+    """
+    x = tl.reshape(dq, [4, 2, 8, BLOCK_D // 8, 4, 2])  # warp, half, row, eighth, column, of two
+    x = tl.reshape(tl.permute(x, [3, 0, 2, 4, 1, 5]), [2 * BLOCK_D, 32])
+    tlx.local_store(stage, x)
+    tlx.fence("async_shared")
+    tlx.async_descriptor_store(desc_dq, stage, [tile * (2 * BLOCK_D), 0], store_reduce="add")
+
+
+@triton.jit
 def _step(
-    k_tiles,
-    v_tile,
-    v_empty,
-    q_tiles,
-    do_tiles,
-    lse_tiles,
-    delta_tiles,
-    at,
+    buffers,
     q_full,
     q_phase,
     q_empty,
-    ds_tiles,
+    at,
     ds_at,
-    dq_tile,
     desc_dq,
-    dq_first,
-    queries,
-    m,
-    head,
+    dq_tile,
     dk,
     dv,
     begin,
     end,
+    first,
     last,
+    mine,
     scale,
     cid: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr,
     EDGES: tl.constexpr,
     WITH_DQ: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """(dk, dv) after one or two tiles of 64 queries; `last`: the values are not needed again."""
+    """(dk, dv) after one or two tiles of 64 queries.
+
+    `first`: the stage of the keys before is free once this consumer's copies from there are done.
+    `last`: the values are not needed after this step. `mine`: where there is one tile of queries,
+    whether its dQ is this consumer's task.
+    """
+    k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles = buffers[:6]
+    ds_tiles, ds_stages, dq_stages, v_empty, k_before = buffers[6:]
+    keys = tlx.local_slice(k_tile, [64 * cid, 0], [64, BLOCK_D])
     tlx.barrier_wait(q_full, q_phase)
-    s0 = tlx.async_dot(k_tiles[cid], tlx.local_trans(q_tiles[at]))
+    if not EDGES:  # the loads' time is that of the products
+        lse0 = tlx.local_load(lse_tiles[at])
+    s0 = tlx.async_dot(keys, tlx.local_trans(q_tiles[at]))
     dp0 = tlx.async_dot(v_tile, tlx.local_trans(do_tiles[at]))
     if TILES == 2:
-        s1 = tlx.async_dot(k_tiles[cid], tlx.local_trans(q_tiles[at + 1]))
+        s1 = tlx.async_dot(keys, tlx.local_trans(q_tiles[at + 1]))
         dp1 = tlx.async_dot(v_tile, tlx.local_trans(do_tiles[at + 1]))
     s0 = tlx.async_dot_wait(2 * TILES - 1, s0)
-    p0 = _probabilities(s0, tlx.local_load(lse_tiles[at]), begin, end, scale, EDGES)
-    dp0 = tlx.async_dot_wait(2 * TILES - 2, dp0)
+    if EDGES:  # registers are short
+        lse0 = tlx.local_load(lse_tiles[at])
+    elif TILES == 2:
+        delta0 = tlx.local_load(delta_tiles[at])
+    p0 = _probabilities(s0, lse0, begin, end, scale, EDGES)
     if TILES == 1:
+        dv = tlx.async_dot(p0.to(DTYPE), do_tiles[at], dv)
+        dp0 = tlx.async_dot_wait(1, dp0)
         tlx.barrier_arrive(v_empty, pred=last)
-    ds0 = (p0 * (dp0 - tlx.local_load(delta_tiles[at])[None, :])).to(DTYPE)
+    else:
+        dp0 = tlx.async_dot_wait(2, dp0)
+    if EDGES or TILES == 1:
+        delta0 = tlx.local_load(delta_tiles[at])
+    ds0 = (p0 * (dp0 - delta0[None, :])).to(DTYPE)
+    tlx.async_descriptor_store_wait(0)  # this consumer's copies before have left their stages
+    tlx.barrier_arrive(k_before, pred=first)
     if WITH_DQ:
-        tlx.local_store(ds_tiles[ds_at + cid], ds0)
-        if TILES == 1:
+        tlx.local_store(ds_stages[2 * ds_at + cid], ds0)
+    if TILES == 1:
+        if WITH_DQ:
             tlx.fence("async_shared")
-    dv = tlx.async_dot(p0.to(DTYPE), do_tiles[at], dv)
-    dk = tlx.async_dot(ds0, q_tiles[at], dk)
-    if TILES == 2:
+            if not mine:
+                tlx.named_barrier_arrive(10 - cid, 256)
+        dk = tlx.async_dot(ds0, q_tiles[at], dk)
+    else:
+        dv = tlx.async_dot(p0.to(DTYPE), do_tiles[at], dv)
+        dk = tlx.async_dot(ds0, q_tiles[at], dk)
         s1 = tlx.async_dot_wait(3, s1)
         lse1 = tlx.local_load(lse_tiles[at + 1])
         p1 = _probabilities(s1, lse1, begin - 64, end - 64, scale, EDGES)
@@ -178,37 +210,28 @@ def _step(
         tlx.barrier_arrive(v_empty, pred=last)
         ds1 = (p1 * (dp1 - tlx.local_load(delta_tiles[at + 1])[None, :])).to(DTYPE)
         if WITH_DQ:
-            tlx.local_store(ds_tiles[ds_at + 2 + cid], ds1)
+            tlx.local_store(ds_stages[2 * ds_at + 2 + cid], ds1)
             tlx.fence("async_shared")
         dv = tlx.async_dot(p1.to(DTYPE), do_tiles[at + 1], dv)
         dk = tlx.async_dot(ds1, q_tiles[at + 1], dk)
-    if WITH_DQ:
+    if WITH_DQ and TILES == 2:  # each has dQ of one tile
         tlx.named_barrier_wait(9, 256)  # both have written dS
-        if TILES == 2:  # one tile of queries for each consumer
-            ds_at += 2 * cid
-            dq = tlx.async_dot(tlx.local_trans(ds_tiles[ds_at]), k_tiles[0])
-            dq = tlx.async_dot(tlx.local_trans(ds_tiles[ds_at + 1]), k_tiles[1], dq)
-            m += 64 * cid
-            column = 0
-        else:  # one half of the columns for each
-            HALF: tl.constexpr = BLOCK_D // 2
-            column = HALF * cid
-            k0 = tlx.local_slice(k_tiles[0], [0, HALF * cid], [64, HALF])
-            k1 = tlx.local_slice(k_tiles[1], [0, HALF * cid], [64, HALF])
-            dq = tlx.async_dot(tlx.local_trans(ds_tiles[ds_at]), k0)
-            dq = tlx.async_dot(tlx.local_trans(ds_tiles[ds_at + 1]), k1, dq)
-        dv = tlx.async_dot_wait(2, dv)
-        dk = tlx.async_dot_wait(2, dk)
+        dq = tlx.async_dot(tlx.local_trans(ds_tiles[ds_at + cid]), k_tile)
+        dv = tlx.async_dot_wait(1, dv)
+        dk = tlx.async_dot_wait(1, dk)
         tlx.barrier_arrive(q_empty)
         dq = tlx.async_dot_wait(0, dq)
-        tlx.async_descriptor_store_wait(0)  # the copy before has left its stage
-        tlx.local_store(dq_tile, dq)
-        tlx.fence("async_shared")
-        store_sums(desc_dq, dq_tile, dq_first, queries, m, head, column)
+        _add(dq, dq_stages[cid], desc_dq, dq_tile + HEADS * cid, BLOCK_D)
     else:
         dv = tlx.async_dot_wait(0, dv)
         dk = tlx.async_dot_wait(0, dk)
         tlx.barrier_arrive(q_empty)
+    if WITH_DQ and TILES == 1:  # each has dQ of every other tile: it is late where the other is not
+        if mine:
+            tlx.named_barrier_wait(9 + cid, 256)  # the other has written its dS
+            dq = tlx.async_dot(tlx.local_trans(ds_tiles[ds_at]), k_tile)
+            dq = tlx.async_dot_wait(0, dq)
+            _add(dq, dq_stages[0], desc_dq, dq_tile, BLOCK_D)
     return dk, dv
 
 
@@ -216,24 +239,11 @@ def _step(
 def _steps(
     x_begin,
     x_end,
+    x_first,
     x_last,
-    k_tiles,
-    v_tile,
-    v_empty,
-    q_tiles,
-    do_tiles,
-    lse_tiles,
-    delta_tiles,
-    q_full,
-    q_empty,
-    ds_tiles,
-    dq_tile,
+    buffers,
     desc_dq,
-    dq_first,
-    keys,
-    queries,
-    q_begin,
-    head,
+    dq_tile,
     j,
     dk,
     dv,
@@ -245,22 +255,27 @@ def _steps(
     TILES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     Q_STAGES: tl.constexpr,
+    HEADS: tl.constexpr,
     EDGES: tl.constexpr,
     WITH_DQ: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """(dk, dv, count) after a head's steps from x_begin to x_end; x_last is the tile's last."""
+    """(dk, dv, count) after a head's steps from x_begin to x_end.
+
+    x_first and x_last are the tile's, or -1 where they are another head's. dq_tile is that of
+    step 0; j are the keys, counted from the first query of step 0.
+    """
+    q_full, q_empty = buffers[-2:]
     for x in tl.range(x_begin, x_end):
-        m = q_begin + x * (64 * TILES)
-        # The queries that see key j are those from j - shift - right to j - shift + left.
-        begin = j - (keys - queries) - m - right
-        end = j - (keys - queries) - m + left + 1
         st = count % Q_STAGES
+        # The queries that see key j are those from j - right to j + left.
+        begin = j - x * (64 * TILES) - right
+        end = j - x * (64 * TILES) + left + 1
         dk, dv = _step(
-            k_tiles, v_tile, v_empty, q_tiles, do_tiles, lse_tiles, delta_tiles, TILES * st,
-            q_full[st], (count // Q_STAGES) & 1, q_empty[st], ds_tiles, 2 * TILES * (count % 2),
-            dq_tile, desc_dq, dq_first, queries, m, head, dk, dv, begin, end, x == x_last, scale,
-            cid, TILES, BLOCK_D, EDGES, WITH_DQ, DTYPE,
+            buffers[:-2], q_full[st], (count // Q_STAGES) & 1, q_empty[st], TILES * st,
+            TILES * (count % 2), desc_dq, dq_tile + x * (TILES * HEADS), dk, dv, begin, end,
+            x == x_first, x == x_last, count % 2 == cid, scale, cid, TILES, BLOCK_D, HEADS, EDGES,
+            WITH_DQ, DTYPE,
         )  # fmt: skip
         count += 1
     return dk, dv, count
@@ -285,16 +300,19 @@ def hopper_backward_kernel(
     left,
     right,
     GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
     BROADCAST: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
+    NARROW: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WITH_DQ: tl.constexpr,
 ):
     """dk and dv of all tiles and, unless WITH_DQ is off, dq added to float32 sums that begin as 0.
 
     Grid: as many CTAs as run at once. Every tile of keys is seen by a query. `scale` holds log2(e)
-    too. dq's sums are still to be multiplied by the scale.
+    too. NARROW: a window may begin and end within one step. The sums are to be finished by
+    `dq_kernel`.
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     K_STAGES: tl.constexpr = 2
@@ -303,16 +321,21 @@ def hopper_backward_kernel(
     BLOCK_Q: tl.constexpr = 64 * Q_TILES
     TILE_BYTES: tl.constexpr = 64 * BLOCK_D * 2
     Q_BYTES: tl.constexpr = 2 * Q_TILES * (TILE_BYTES + 256)
-    k_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * K_STAGES)
+    k_tiles = tlx.local_alloc((128, BLOCK_D), DTYPE, K_STAGES)
     v_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2)
     q_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, Q_TILES * Q_STAGES)
     do_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, Q_TILES * Q_STAGES)
     lse_tiles = tlx.local_alloc((64,), tl.float32, Q_TILES * Q_STAGES)
     delta_tiles = tlx.local_alloc((64,), tl.float32, Q_TILES * Q_STAGES)
-    ds_tiles = tlx.local_alloc((64, 64), DTYPE, 4 * Q_TILES)  # [step % 2, tile, consumer]
-    dq_tiles = tlx.local_alloc((64, 64), tl.float32, 2)
-    # dV leaves through the stages of dQ; Q_TILES of its tiles fit into one.
-    dv_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * Q_TILES, reuse=dq_tiles)
+    ds_tiles = tlx.local_alloc((128, 64), DTYPE, 2 * Q_TILES)  # [step % 2, tile]
+    # What threads write is written through names of its own: where a product reads a buffer by the
+    # name by which threads write it, the compiler puts another fence before every such product.
+    ds_stages = tlx.local_alloc((64, 64), DTYPE, 4 * Q_TILES, reuse=ds_tiles)
+    dk_stages = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * K_STAGES, reuse=k_tiles)
+    if WITH_DQ:
+        dq_stages = tlx.local_alloc((2 * BLOCK_D, 32), tl.float32, Q_TILES)
+    else:  # not used
+        dq_stages = ds_stages
     k_full = tlx.alloc_barriers(K_STAGES, arrive_count=1)
     k_empty = tlx.alloc_warp_barrier(K_STAGES, 4, 2)
     v_full = tlx.alloc_barriers(1, arrive_count=1)
@@ -330,11 +353,10 @@ def hopper_backward_kernel(
                 out_first, queries, stats_first, q_begin, q_end = _queries(row)
                 q_first = 0 if BROADCAST else out_first
                 ks = turn % K_STAGES
-                tlx.barrier_wait(k_empty[ks], ((turn // K_STAGES) & 1) ^ 1)
+                # The stage is left in the first step of the tile before.
+                tlx.barrier_wait(k_empty[ks], (((turn + 1) // K_STAGES) & 1) ^ 1)
                 tlx.barrier_expect_bytes(k_full[ks], 2 * TILE_BYTES)
-                for c in tl.static_range(2):
-                    j = first_j + 64 * c
-                    copy_rows(desc_k, k_tiles[2 * ks + c], k_full[ks], k_first, keys, j, kv_head)
+                copy_rows(desc_k, k_tiles[ks], k_full[ks], k_first, keys, first_j, kv_head)
                 for g in tl.range(0, GROUP):
                     head = kv_head * GROUP + g
                     for m in tl.range(q_begin, q_end, BLOCK_Q):
@@ -374,66 +396,114 @@ def hopper_backward_kernel(
                 k_first, keys, first_j, kv_head = _keys(row)
                 out_first, queries, stats_first, q_begin, q_end = _queries(row)
                 first_j += 64 * cid
-                j = first_j + tl.arange(0, 64)
-                dq_first = 0 if BROADCAST else out_first
                 blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
+                # The tile's first key as the queries count, from the first step's first one.
+                first = first_j - (keys - queries) - q_begin
                 # In steps before `inner` the window begins for some key, from `outer` on it ends.
                 inner = 0
                 outer = blocks
                 if HAS_RIGHT:
-                    edge = first_j + 63 - (keys - queries) - right - q_begin
-                    inner = tl.minimum(tl.maximum(edge + BLOCK_Q - 1, 0) // BLOCK_Q, blocks)
+                    inner = tl.maximum(first + 63 - right + BLOCK_Q - 1, 0) // BLOCK_Q
+                    inner = tl.minimum(inner, blocks)
                 if HAS_LEFT:
-                    edge = first_j - (keys - queries) + left + 1 - q_begin
-                    outer = tl.minimum(tl.maximum(edge, 0) // BLOCK_Q, blocks)
-                ks = 2 * (turn % K_STAGES)
+                    outer = tl.minimum(tl.maximum(first + left + 1, 0) // BLOCK_Q, blocks)
+                ks = turn % K_STAGES
+                j = first + tl.arange(0, 64)
                 dk = tl.zeros([64, BLOCK_D], tl.float32)
                 dv = tl.zeros([64, BLOCK_D], tl.float32)
-                tlx.barrier_wait(k_full[turn % K_STAGES], (turn // K_STAGES) & 1)
+                buffers = (
+                    k_tiles[ks], v_tiles[cid], q_tiles, do_tiles,
+                    lse_tiles, delta_tiles, ds_tiles, ds_stages, dq_stages, v_empty[0],
+                    k_empty[(turn + 1) % K_STAGES], q_full, q_empty,
+                )  # fmt: skip
+                tlx.barrier_wait(k_full[ks], (turn // K_STAGES) & 1)
                 tlx.barrier_wait(v_full[0], turn & 1)
-                k_pair = (k_tiles[ks], k_tiles[ks + 1])
                 for g in tl.range(0, GROUP):
                     head = kv_head * GROUP + g
-                    x_last = tl.where(g == GROUP - 1, blocks - 1, -1)
+                    dq_tile = q_begin if BROADCAST else stats_first + q_begin
+                    dq_tile = dq_tile // 64 * HEADS + head
+                    x_first = 0 if GROUP == 1 else tl.where(g == 0, 0, -1)
+                    x_last = blocks - 1 if GROUP == 1 else tl.where(g == GROUP - 1, blocks - 1, -1)
                     if HAS_RIGHT:
                         dk, dv, count = _steps(
-                            0, tl.minimum(inner, outer), x_last, k_pair, v_tiles[cid], v_empty[0],
-                            q_tiles, do_tiles, lse_tiles, delta_tiles, q_full, q_empty, ds_tiles,
-                            dq_tiles[cid], desc_dq, dq_first, keys, queries, q_begin, head, j, dk,
-                            dv, count, left, right, scale, cid, Q_TILES, BLOCK_D, Q_STAGES, 1,
-                            WITH_DQ, DTYPE,
+                            0, tl.minimum(inner, outer), x_first, x_last, buffers, desc_dq, dq_tile,
+                            j, dk, dv, count, left, right, scale, cid, Q_TILES, BLOCK_D, Q_STAGES,
+                            HEADS, 1, WITH_DQ, DTYPE,
                         )  # fmt: skip
-                    if HAS_LEFT and HAS_RIGHT:  # a window shorter than a tile
+                    if NARROW:
                         dk, dv, count = _steps(
-                            outer, inner, x_last, k_pair, v_tiles[cid], v_empty[0], q_tiles,
-                            do_tiles, lse_tiles, delta_tiles, q_full, q_empty, ds_tiles,
-                            dq_tiles[cid], desc_dq, dq_first, keys, queries, q_begin, head, j, dk,
-                            dv, count, left, right, scale, cid, Q_TILES, BLOCK_D, Q_STAGES, 3,
+                            outer, inner, x_first, x_last, buffers, desc_dq, dq_tile, j, dk, dv,
+                            count, left, right, scale, cid, Q_TILES, BLOCK_D, Q_STAGES, HEADS, 3,
                             WITH_DQ, DTYPE,
                         )  # fmt: skip
                     dk, dv, count = _steps(
-                        inner, outer, x_last, k_pair, v_tiles[cid], v_empty[0], q_tiles, do_tiles,
-                        lse_tiles, delta_tiles, q_full, q_empty, ds_tiles, dq_tiles[cid], desc_dq,
-                        dq_first, keys, queries, q_begin, head, j, dk, dv, count, left, right,
-                        scale, cid, Q_TILES, BLOCK_D, Q_STAGES, 0, WITH_DQ, DTYPE,
+                        inner, outer, x_first, x_last, buffers, desc_dq, dq_tile, j, dk, dv, count,
+                        left, right, scale, cid, Q_TILES, BLOCK_D, Q_STAGES, HEADS, 0, WITH_DQ,
+                        DTYPE,
                     )  # fmt: skip
                     if HAS_LEFT:
                         dk, dv, count = _steps(
-                            tl.maximum(inner, outer), blocks, x_last, k_pair, v_tiles[cid],
-                            v_empty[0], q_tiles, do_tiles, lse_tiles, delta_tiles, q_full, q_empty,
-                            ds_tiles, dq_tiles[cid], desc_dq, dq_first, keys, queries, q_begin,
-                            head, j, dk, dv, count, left, right, scale, cid, Q_TILES, BLOCK_D,
-                            Q_STAGES, 2, WITH_DQ, DTYPE,
+                            tl.maximum(inner, outer), blocks, x_first, x_last, buffers, desc_dq,
+                            dq_tile, j, dk, dv, count, left, right, scale, cid, Q_TILES, BLOCK_D,
+                            Q_STAGES, HEADS, 2, WITH_DQ, DTYPE,
                         )  # fmt: skip
-                if WITH_DQ:  # the other consumer's last dQ reads these keys too
-                    tlx.named_barrier_wait(10, 256)
-                tlx.local_store(k_tiles[ks + cid], (dk * natural_scale).to(DTYPE))
+                # Of the keys and dS nothing is read any more: the last to read them is dQ.
+                if not WITH_DQ or Q_TILES == 2:
+                    tlx.named_barrier_wait(11, 256)
+                elif count % 2 == cid:
+                    tlx.named_barrier_wait(11 + cid, 256)
+                else:
+                    tlx.named_barrier_arrive(12 - cid, 256)
+                tlx.local_store(dk_stages[2 * ks + cid], (dk * natural_scale).to(DTYPE))
+                if BLOCK_D == 64:
+                    tlx.local_store(ds_stages[cid], dv.to(DTYPE))
+                else:
+                    dv = tl.permute(tl.reshape(dv.to(DTYPE), [64, 2, 64]), [0, 2, 1])
+                    dv0, dv1 = tl.split(dv)
+                    tlx.local_store(ds_stages[cid], dv0)
+                    tlx.local_store(ds_stages[2 + cid], dv1)
                 tlx.fence("async_shared")
-                store_rows(desc_dk, k_tiles[ks + cid], k_first, keys, first_j, kv_head)
-                tlx.async_descriptor_store_wait(1)  # dQ's or dV's last copy has left its stage
-                tlx.local_store(dv_tiles[Q_TILES * cid], dv.to(DTYPE))
-                tlx.fence("async_shared")
-                store_rows(desc_dv, dv_tiles[Q_TILES * cid], k_first, keys, first_j, kv_head)
-                tlx.async_descriptor_store_wait(1)
-                tlx.barrier_arrive(k_empty[turn % K_STAGES])
+                store_rows(desc_dk, dk_stages[2 * ks + cid], k_first, keys, first_j, kv_head)
+                for part in tl.static_range(BLOCK_D // 64):
+                    stage = ds_stages[2 * part + cid]
+                    store_columns(desc_dv, stage, k_first, keys, first_j, kv_head, 64 * part)
             tlx.async_descriptor_store_wait(0)
+
+
+@triton.jit(do_not_specialize=["queries"])
+def dq_kernel(
+    SUMS,
+    DQ,
+    TILES,
+    queries,
+    natural_scale,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BROADCAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """DQ `[rows, HEADS, DIM]` of the float32 sums `[tiles, HEADS, 64 * BLOCK_D]` that `_add` made.
+
+    Grid: (tiles of 64 queries, HEADS). TILES is as in `statistics_kernel`; where q is shared it is
+    not used, and `queries` are DQ's rows.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    if BROADCAST:
+        first = tile * 64
+        rows = queries - first
+    else:
+        row = TILES + tile * 64 // BLOCK * 2
+        first = tl.load(row) + tile * 64 % BLOCK
+        rows = tl.load(row + 1) - tile * 64 % BLOCK
+    place = (tile * HEADS + head).to(tl.int64) * (64 * BLOCK_D)
+    x = tl.load(SUMS + place + tl.arange(0, 64 * BLOCK_D))
+    # From [eighth, warp, row, column, half, of two] to [warp, half, row, eighth, column, of two].
+    x = tl.permute(tl.reshape(x, [BLOCK_D // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+    x = tl.reshape(x, [64, BLOCK_D]) * natural_scale
+    r = tl.arange(0, 64)
+    columns = tl.arange(0, BLOCK_D)
+    place = ((first + r).to(tl.int64) * HEADS + head)[:, None] * DIM + columns[None, :]
+    mask = (r < rows)[:, None] & (columns < DIM)[None, :]
+    tl.store(DQ + place, x.to(DQ.dtype.element_ty), mask=mask)

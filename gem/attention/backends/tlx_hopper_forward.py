@@ -123,13 +123,15 @@ def _seen(
 
     Only what can fail is asked: TAIL, whether the key is there, and the edges of the window.
     """
-    seen = (j < keys)[None, :] if TAIL else (j >= 0)[None, :]
-    if LEFT_EDGE:
-        after = j[None, :] >= (i + keys - queries - left)[:, None]
-        seen = seen & after if TAIL else after
     if RIGHT_EDGE:
-        before = j[None, :] <= (i + keys - queries + right)[:, None]
-        seen = seen & before if TAIL or LEFT_EDGE else before
+        end = i + keys - queries + right + 1
+        if TAIL:
+            end = tl.minimum(end, keys)
+        seen = j[None, :] < end[:, None]
+    else:
+        seen = (j < keys)[None, :]
+    if LEFT_EDGE:
+        seen = seen & (j[None, :] >= (i + keys - queries - left)[:, None])
     return seen
 
 
@@ -188,14 +190,21 @@ def _step(
     out1,
     top,
     total,
-    seen,
+    i,
+    j,
+    keys,
+    queries,
+    left,
+    right,
     scale,
     cid: tl.constexpr,
     CONSUMERS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PIECES: tl.constexpr,
     WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
+    TAIL: tl.constexpr,
+    LEFT_EDGE: tl.constexpr,
+    RIGHT_EDGE: tl.constexpr,
     FLIPPED: tl.constexpr,
     PING_PONG: tl.constexpr,
     P_SHARED: tl.constexpr,
@@ -220,7 +229,8 @@ def _step(
     _pass_turn(PING_PONG, cid, CONSUMERS)
     s = tlx.async_dot_wait(PIECES, s)
     tlx.barrier_arrive(k_empty)
-    if MASKED:
+    if TAIL or LEFT_EDGE or RIGHT_EDGE:
+        seen = _seen(i, j, keys, queries, left, right, TAIL, LEFT_EDGE, RIGHT_EDGE)
         top, total, weights, shrink = _masked(s, seen, top, total, scale, WINDOW)
     else:
         top, total, weights, shrink = _full(s, top, total, scale, FLIPPED)
@@ -278,17 +288,15 @@ def _steps(
     the last. An edge says that the window may end there within the block.
     """
     for x in tl.range(x_begin, x_end):
-        seen = (columns < keys)[None, :]
-        if LEFT_EDGE or RIGHT_EDGE:
-            j = begin + (blocks - 1 - x) * BLOCK_K + columns
-            seen = _seen(i, j, keys, queries, left, right, False, LEFT_EDGE, RIGHT_EDGE)
+        j = begin + (blocks - 1 - x) * BLOCK_K + columns
         st = count % STAGES
         before = (count - 1) % STAGES
         weights, out0, out1, top, total, shrink = _step(
             q_tile, k_tiles[st], k_full[st], k_empty[st], (count // STAGES) & 1,
             v_tiles[before], v_full[before], v_empty[before], ((count - 1) // STAGES) & 1,
-            p_tile, weights, out0, out1, top, total, seen, scale, cid, CONSUMERS, BLOCK_K, PIECES,
-            WINDOW, LEFT_EDGE or RIGHT_EDGE, FLIPPED, PING_PONG, P_SHARED, P_WIDE, DTYPE,
+            p_tile, weights, out0, out1, top, total, i, j, keys, queries, left, right, scale, cid,
+            CONSUMERS, BLOCK_K, PIECES, WINDOW, False, LEFT_EDGE, RIGHT_EDGE, FLIPPED, PING_PONG,
+            P_SHARED, P_WIDE, DTYPE,
         )  # fmt: skip
         out0 = out0 * shrink[:, None]
         if PIECES == 2:
@@ -330,6 +338,7 @@ def _rest_of_tile(
     STAGES: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
+    NARROW: tl.constexpr,
     FLIPPED: tl.constexpr,
     PING_PONG: tl.constexpr,
     P_SHARED: tl.constexpr,
@@ -357,7 +366,7 @@ def _rest_of_tile(
             right, scale, columns, cid, CONSUMERS, BLOCK_K, PIECES, STAGES, False, True, WINDOW,
             FLIPPED, PING_PONG, P_SHARED, P_WIDE, DTYPE,
         )  # fmt: skip
-    if HAS_LEFT and HAS_RIGHT:  # a window shorter than a tile
+    if NARROW:
         weights, out0, out1, top, total, count = _steps(
             outer, inner, q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, p_tile,
             weights, out0, out1, top, total, count, i, begin, blocks, keys, queries, left, right,
@@ -436,6 +445,8 @@ def hopper_forward_kernel(
     BROADCAST: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
+    NARROW: tl.constexpr,
+    NEAR: tl.constexpr,
     FLIPPED: tl.constexpr,
     CONSUMERS: tl.constexpr,
     TEAM: tl.constexpr,
@@ -454,7 +465,8 @@ def hopper_forward_kernel(
 
     Grid: as many CTAs as run at once, a multiple of TEAM. Every tile sees a key. With KEEP_Q every
     TEAM-th tile has the same queries and head, which a CTA then keeps for its life. With COUNTER
-    `COUNTERS` are TEAM int32 zeros, one for each of these queries and heads.
+    `COUNTERS` are TEAM int32 zeros, one for each of these queries and heads. NARROW: a window may
+    begin and end in one block of keys; NEAR: it may begin in the last block that a tile sees.
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     WINDOW: tl.constexpr = HAS_LEFT or HAS_RIGHT
@@ -568,7 +580,7 @@ def hopper_forward_kernel(
             s = tlx.async_dot_wait(0, s)
             tlx.barrier_arrive(k_empty[0])
             j = begin + (blocks - 1) * BLOCK_K + columns
-            seen = _seen(i, j, keys, queries, left, right, True, HAS_LEFT, HAS_RIGHT)
+            seen = _seen(i, j, keys, queries, left, right, True, NEAR, HAS_RIGHT)
             nothing = tl.full([64], -float("inf"), tl.float32)
             zero = tl.zeros([64], tl.float32)
             top, total, weights, shrink = _masked(s, seen, nothing, zero, scale, WINDOW)
@@ -586,8 +598,8 @@ def hopper_forward_kernel(
                         q_tiles[qs * CONSUMERS + cid], k_tiles, k_full, k_empty, v_tiles, v_full,
                         v_empty, p_tiles[p_at], weights, out0, out1, top, total, count, i, begin,
                         blocks, keys, queries, left, right, scale, columns, first_i + cid * 64, cid,
-                        CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, FLIPPED, PING_PONG,
-                        P_SHARED, P_WIDE, DTYPE,
+                        CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, NARROW, FLIPPED,
+                        PING_PONG, P_SHARED, P_WIDE, DTYPE,
                     )  # fmt: skip
                     # The next tile's first block, while this tile's last product runs.
                     if not KEEP_Q:
@@ -605,7 +617,6 @@ def hopper_forward_kernel(
                         out_first, queries, first_i, head = _queries(row)
                         i = first_i + cid * 64 + tl.arange(0, 64)
                     j = begin + (blocks - 1) * BLOCK_K + columns
-                    seen = _seen(i, j, keys, queries, left, right, True, HAS_LEFT, HAS_RIGHT)
                     st = count % STAGES
                     before = (count - 1) % STAGES
                     if not KEEP_Q:
@@ -615,8 +626,9 @@ def hopper_forward_kernel(
                         q_tiles[qs * CONSUMERS + cid], k_tiles[st], k_full[st], k_empty[st],
                         (count // STAGES) & 1, v_tiles[before], v_full[before], v_empty[before],
                         ((count - 1) // STAGES) & 1, p_tiles[p_at], weights, out0, out1, nothing,
-                        zero, seen, scale, cid, CONSUMERS, BLOCK_K, PIECES, WINDOW, True, FLIPPED,
-                        PING_PONG, P_SHARED, P_WIDE, DTYPE,
+                        zero, i, j, keys, queries, left, right, scale, cid, CONSUMERS, BLOCK_K,
+                        PIECES, WINDOW, True, NEAR, HAS_RIGHT, FLIPPED, PING_PONG, P_SHARED,
+                        P_WIDE, DTYPE,
                     )  # fmt: skip
                     count += 1
                     _finish(
@@ -631,7 +643,7 @@ def hopper_forward_kernel(
                 q_tiles[qs * CONSUMERS + cid], k_tiles, k_full, k_empty, v_tiles, v_full,
                 v_empty, p_tiles[p_at], weights, out0, out1, top, total, count, i, begin,
                 blocks, keys, queries, left, right, scale, columns, first_i + cid * 64, cid,
-                CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, FLIPPED, PING_PONG,
+                CONSUMERS, BLOCK_K, PIECES, STAGES, HAS_LEFT, HAS_RIGHT, NARROW, FLIPPED, PING_PONG,
                 P_SHARED, P_WIDE, DTYPE,
             )  # fmt: skip
             before = (count - 1) % STAGES

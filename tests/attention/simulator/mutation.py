@@ -130,14 +130,17 @@ class _Planter(ast.NodeVisitor):
             self.plant("next named barrier", args[0], f"{self.text(args[0])} + 1")
         elif called in ("async_descriptor_load", "async_descriptor_store"):
             offsets = args[2]
-            a, b, c, d, e = (self.text(x) for x in offsets.elts)
-            self.plant("swapped offsets", offsets, f"[{a}, {d}, {c}, {b}, {e}]")
-            self.plant("swapped offsets", offsets, f"[{a}, {b}, {e}, {d}, {c}]")
-            self.plant("next row", offsets, f"[{a}, {b}, {c}, {d} + 1, {e}]")
+            *start, row, column = (self.text(x) for x in offsets.elts)
+            self.plant("next row", offsets, f"[{', '.join([*start, row])} + 1, {column}]")
+            self.plant("next column", offsets, f"[{', '.join([*start, row, column])} + 4]")
+            if start:
+                a, b, c = start
+                self.plant("swapped offsets", offsets, f"[{a}, {row}, {c}, {b}, {column}]")
+                self.plant("swapped offsets", offsets, f"[{a}, {b}, {column}, {row}, {c}]")
         elif called == "copy_rows":
             self.plant("swapped offsets", args[5], self.text(args[6]))
             self.plant("no end of the sample", args[4], f"{self.text(args[4])} + 9")
-        elif called in ("store_rows", "store_sums"):
+        elif called in ("store_rows", "store_columns"):
             self.plant("swapped offsets", args[4], self.text(args[5]))
             self.plant("no end of the sample", args[3], f"{self.text(args[3])} + 9")
             for column in args[6:]:
@@ -165,7 +168,7 @@ class _Planter(ast.NodeVisitor):
 DROPPED = (
     "barrier_wait", "barrier_arrive", "barrier_expect_bytes", "fence",
     "async_descriptor_store_wait", "named_barrier_wait", "named_barrier_arrive",
-    "async_descriptor_load", "async_descriptor_store", "copy_rows", "store_rows", "store_sums",
+    "async_descriptor_load", "async_descriptor_store", "copy_rows", "store_rows", "store_columns",
     "async_load",
 )  # fmt: skip
 

@@ -189,7 +189,7 @@ BACKWARD = Case(
         Launch(128, {"window": (150, 20)}),
         Launch(64, {}),
         Launch(64, {"causal": True, "kv_heads": 2}, deterministic=True),
-        Launch(128, {"queries": 130}, 3),
+        Launch(128, {"queries": 130, "kv_heads": 2}, 3),
         Launch(128, {}, deterministic=True),
     ],
     [
@@ -200,7 +200,7 @@ BACKWARD = Case(
     {
         **NO_ZIG_ZAG,
         "next named barrier: '9' -> '9 + 1'": (1, ONE_ORDER),
-        "next named barrier: '10' -> '10 + 1'": (1, ONE_ORDER),
+        "next named barrier: '11' -> '11 + 1'": (1, ONE_ORDER),
     },
 )
 
