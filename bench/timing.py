@@ -17,7 +17,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -178,6 +178,38 @@ def _by_graph(
         return statistics.median(_replay_ms(graph, _repeats(replay, min_ms))) / count
     finally:
         graph.reset()
+
+
+def in_rounds(
+    contenders: Mapping[str, Sequence[Callable[[], object]]],
+    device: torch.device,
+    rounds: int = 5,
+    min_ms: float = 12.0,
+) -> dict[str, float]:
+    """Milliseconds of one call of each contender, which take turns: the median over the rounds.
+
+    Each has a graph of its calls, replayed for at least `min_ms` in every round.
+    """
+    graphs, taken = {}, {name: [] for name in contenders}
+    try:
+        for name, calls in contenders.items():
+            for call in calls:  # what a first call sets up is done before
+                call()
+            synchronize(device)
+            graph = capture(calls, device)
+            replay = min(_replay_ms(graph, 3)) * 1e-3
+            more = max(1, min(MAX_CALLS // len(calls), int(GRAPH_SECONDS / max(replay, 1e-6))))
+            if more > 1:
+                graph.reset()
+                graph = capture([*calls] * more, device)
+            graphs[name] = graph, len(calls) * more, _repeats(replay * more, min_ms)
+        for _ in range(rounds):
+            for name, (graph, count, repeats) in graphs.items():
+                taken[name].append(statistics.median(_replay_ms(graph, repeats)) / count)
+    finally:
+        for graph, *_ in graphs.values():
+            graph.reset()
+    return {name: statistics.median(times) for name, times in taken.items()}
 
 
 def capture(calls: Sequence[Callable[[], object]], device: torch.device) -> torch.cuda.CUDAGraph:
