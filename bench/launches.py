@@ -145,9 +145,7 @@ def show(entries: Sequence[Mapping], console: Console) -> None:
         heads = "ms", "TFLOP/s", "over the fastest", "error over what is allowed"
         table = Table(Column("launch", no_wrap=True), *heads, title=entry["name"])
         best = min(entry["ms"].values(), default=0.0)
-        for name, error in sorted(
-            entry["errors"].items(), key=lambda x: entry["ms"].get(x[0], 1e9)
-        ):
+        for name in sorted(entry["errors"], key=lambda name: entry["ms"].get(name, math.inf)):
             if name in entry["ms"]:
                 ms = entry["ms"][name]
                 figures = f"{ms:.4f}", f"{entry['tflops'][name]:.0f}", f"{ms / best:.3f}"
