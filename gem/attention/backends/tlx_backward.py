@@ -15,12 +15,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gem.attention import schedule
 from gem.attention.backends import Call, triton_
+from gem.attention.backends.tlx_backward_sums import dq_kernel, statistics_kernel
 from gem.attention.backends.tlx_common import block_columns, is_narrow, processors, ragged, readable
-from gem.attention.backends.tlx_hopper_backward import (
-    dq_kernel,
-    hopper_backward_kernel,
-    statistics_kernel,
-)
+from gem.attention.backends.tlx_hopper_backward import hopper_backward_kernel
 from gem.attention.backends.tlx_hopper_shared_backward import hopper_shared_backward_kernel
 from gem.attention.backends.triton_backward import sum_kernel
 

@@ -6,11 +6,14 @@ has 64 of the keys, with their dK and dV in registers. Queries and dout stream b
 
     S^T = K Q^T, dP^T = V dO^T, P^T = exp(S^T - lse), dS^T = P^T * (dP^T - delta)
     dV += P^T dO, dK += dS^T Q, with P^T and dS^T from registers
-    dQ += dS K, over all 128 keys: dS goes through shared memory, and each consumer computes a half
+    dQ += dS K, over all 128 keys: dS goes through shared memory
 
-(FlashAttention-2, arXiv 2307.08691, algorithm 2). A step's share of dQ leaves by a TMA copy that
-adds to float32 sums in global memory. The order of these additions is not fixed; without WITH_DQ
-there are none, and a kernel that keeps queries computes dQ.
+(FlashAttention-2, arXiv 2307.08691, algorithm 2). dQ of a tile of queries is one consumer's task,
+in turns; only one of them waits for the other, so that they do not march in step and one has the
+tensor cores while the other is in its softmax. At dim 64 each takes one of a step's two tiles. dQ
+leaves by a TMA copy that adds to float32 sums in global memory (`tlx_backward_sums`). The order of
+these additions is not fixed; without WITH_DQ there are none, and a kernel that keeps queries
+computes dQ.
 
 The keys of the next tile are copied while this one runs, and its values as soon as this one's last
 dP is known; dK and dV leave through shared memory while the next tile begins. Rows past a sample's
@@ -24,6 +27,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
+from gem.attention.backends.tlx_backward_sums import add_sums
 from gem.attention.backends.tlx_common import (
     copy_rows,
     dealt_place,
@@ -31,50 +35,6 @@ from gem.attention.backends.tlx_common import (
     store_columns,
     store_rows,
 )
-
-
-@triton.jit(do_not_specialize=["stats"])
-def statistics_kernel(
-    OUT,
-    DOUT,
-    LSE,
-    DLSE,
-    DELTA,
-    LSE2,
-    TILES,
-    stats,
-    do_row,
-    do_head,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-):
-    """DELTA and LSE2 `[HEADS, stats]`, each sample's from a multiple of BLOCK on.
-
-    TILES has (first row, rows) of each BLOCK of statistics. delta = sum(dout * out) - dlse, and the
-    log-sum-exp is in base 2. It is +inf, so that exp gives 0, where a query sees nothing or is not
-    there; then delta is 0.
-    """
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    first = tl.load(TILES + 2 * tile).to(tl.int64)
-    there = tl.arange(0, BLOCK) < tl.load(TILES + 2 * tile + 1)
-    r = first + tl.arange(0, BLOCK)
-    columns = tl.arange(0, BLOCK_D)
-    mask = there[:, None] & (columns < DIM)[None, :]
-    out = tl.load(OUT + (r * HEADS + head)[:, None] * DIM + columns[None, :], mask=mask, other=0.0)
-    place = (r * do_row + head * do_head)[:, None]
-    dout = tl.load(DOUT + place + columns[None, :], mask=mask, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    if HAS_DLSE:
-        delta -= tl.load(DLSE + r * HEADS + head, mask=there, other=0.0)
-    lse = tl.load(LSE + r * HEADS + head, mask=there, other=-float("inf"))
-    lse = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
-    to = head.to(tl.int64) * stats + tile * BLOCK + tl.arange(0, BLOCK)
-    tl.store(DELTA + to, delta)
-    tl.store(LSE2 + to, lse)
 
 
 @triton.jit
@@ -118,22 +78,7 @@ def _probabilities(s, lse, begin, end, scale, EDGES: tl.constexpr):
 
 
 @triton.jit
-def _add(dq, stage, desc_dq, tile, BLOCK_D: tl.constexpr):
-    """Adds dq `[64, BLOCK_D]` to the float32 sums of a tile, in the order of a product's registers.
-
-    A thread of a product has two rows and, of each eight columns, two: four numbers. So it writes
-    16 bytes at once, and a warp to all banks; by rows it would need twice as many writes, of which
-    each would meet another in a bank. `dq_kernel` has the order too.
-    """
-    x = tl.reshape(dq, [4, 2, 8, BLOCK_D // 8, 4, 2])  # warp, half, row, eighth, column, of two
-    x = tl.reshape(tl.permute(x, [3, 0, 2, 4, 1, 5]), [2 * BLOCK_D, 32])
-    tlx.local_store(stage, x)
-    tlx.fence("async_shared")
-    tlx.async_descriptor_store(desc_dq, stage, [tile * (2 * BLOCK_D), 0], store_reduce="add")
-
-
-@triton.jit
-def _step(
+def _step_of_one(
     buffers,
     q_full,
     q_phase,
@@ -151,87 +96,126 @@ def _step(
     mine,
     scale,
     cid: tl.constexpr,
-    TILES: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    EDGES: tl.constexpr,
+    WITH_DQ: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """(dk, dv) after a tile of 64 queries.
+
+    `first`: the stage of the keys before is free once this consumer's copies from there are done.
+    `last`: the values are not needed after this step. `mine`: dQ is this consumer's task.
+    """
+    k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles = buffers[:6]
+    ds_tiles, ds_stages, dq_stages, v_empty, k_before = buffers[6:]
+    keys = tlx.local_slice(k_tile, [64 * cid, 0], [64, BLOCK_D])
+    tlx.barrier_wait(q_full, q_phase)
+    if not EDGES:  # the load's time is that of the products
+        lse = tlx.local_load(lse_tiles[at])
+    s = tlx.async_dot(keys, tlx.local_trans(q_tiles[at]))
+    dp = tlx.async_dot(v_tile, tlx.local_trans(do_tiles[at]))
+    s = tlx.async_dot_wait(1, s)
+    if EDGES:  # registers are short
+        lse = tlx.local_load(lse_tiles[at])
+    p = _probabilities(s, lse, begin, end, scale, EDGES)
+    dv = tlx.async_dot(p.to(DTYPE), do_tiles[at], dv)
+    dp = tlx.async_dot_wait(1, dp)
+    tlx.barrier_arrive(v_empty, pred=last)
+    ds = (p * (dp - tlx.local_load(delta_tiles[at])[None, :])).to(DTYPE)
+    tlx.async_descriptor_store_wait(0)  # this consumer's copies before have left their stages
+    tlx.barrier_arrive(k_before, pred=first)
+    if WITH_DQ:
+        tlx.local_store(ds_stages[2 * ds_at + cid], ds)
+        tlx.fence("async_shared")
+        if not mine:
+            tlx.named_barrier_arrive(10 - cid, 256)
+    dk = tlx.async_dot(ds, q_tiles[at], dk)
+    dv = tlx.async_dot_wait(0, dv)
+    dk = tlx.async_dot_wait(0, dk)
+    tlx.barrier_arrive(q_empty)
+    if WITH_DQ:
+        if mine:
+            tlx.named_barrier_wait(9 + cid, 256)  # the other has written its dS
+            dq = tlx.async_dot(tlx.local_trans(ds_tiles[ds_at]), k_tile)
+            dq = tlx.async_dot_wait(0, dq)
+            add_sums(dq, dq_stages[0], desc_dq, dq_tile, BLOCK_D)
+    return dk, dv
+
+
+@triton.jit
+def _step_of_two(
+    buffers,
+    q_full,
+    q_phase,
+    q_empty,
+    at,
+    ds_at,
+    desc_dq,
+    dq_tile,
+    dk,
+    dv,
+    begin,
+    end,
+    first,
+    last,
+    scale,
+    cid: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HEADS: tl.constexpr,
     EDGES: tl.constexpr,
     WITH_DQ: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """(dk, dv) after one or two tiles of 64 queries.
-
-    `first`: the stage of the keys before is free once this consumer's copies from there are done.
-    `last`: the values are not needed after this step. `mine`: where there is one tile of queries,
-    whether its dQ is this consumer's task.
-    """
+    """As `_step_of_one`, with two tiles of 64 queries; each consumer computes dQ of one."""
     k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles = buffers[:6]
     ds_tiles, ds_stages, dq_stages, v_empty, k_before = buffers[6:]
     keys = tlx.local_slice(k_tile, [64 * cid, 0], [64, BLOCK_D])
     tlx.barrier_wait(q_full, q_phase)
-    if not EDGES:  # the loads' time is that of the products
+    if not EDGES:
         lse0 = tlx.local_load(lse_tiles[at])
     s0 = tlx.async_dot(keys, tlx.local_trans(q_tiles[at]))
     dp0 = tlx.async_dot(v_tile, tlx.local_trans(do_tiles[at]))
-    if TILES == 2:
-        s1 = tlx.async_dot(keys, tlx.local_trans(q_tiles[at + 1]))
-        dp1 = tlx.async_dot(v_tile, tlx.local_trans(do_tiles[at + 1]))
-    s0 = tlx.async_dot_wait(2 * TILES - 1, s0)
-    if EDGES:  # registers are short
+    s1 = tlx.async_dot(keys, tlx.local_trans(q_tiles[at + 1]))
+    dp1 = tlx.async_dot(v_tile, tlx.local_trans(do_tiles[at + 1]))
+    s0 = tlx.async_dot_wait(3, s0)
+    if EDGES:
         lse0 = tlx.local_load(lse_tiles[at])
-    elif TILES == 2:
+    else:
         delta0 = tlx.local_load(delta_tiles[at])
     p0 = _probabilities(s0, lse0, begin, end, scale, EDGES)
-    if TILES == 1:
-        dv = tlx.async_dot(p0.to(DTYPE), do_tiles[at], dv)
-        dp0 = tlx.async_dot_wait(1, dp0)
-        tlx.barrier_arrive(v_empty, pred=last)
-    else:
-        dp0 = tlx.async_dot_wait(2, dp0)
-    if EDGES or TILES == 1:
+    dp0 = tlx.async_dot_wait(2, dp0)
+    if EDGES:
         delta0 = tlx.local_load(delta_tiles[at])
     ds0 = (p0 * (dp0 - delta0[None, :])).to(DTYPE)
-    tlx.async_descriptor_store_wait(0)  # this consumer's copies before have left their stages
+    tlx.async_descriptor_store_wait(0)
     tlx.barrier_arrive(k_before, pred=first)
     if WITH_DQ:
         tlx.local_store(ds_stages[2 * ds_at + cid], ds0)
-    if TILES == 1:
-        if WITH_DQ:
-            tlx.fence("async_shared")
-            if not mine:
-                tlx.named_barrier_arrive(10 - cid, 256)
-        dk = tlx.async_dot(ds0, q_tiles[at], dk)
-    else:
-        dv = tlx.async_dot(p0.to(DTYPE), do_tiles[at], dv)
-        dk = tlx.async_dot(ds0, q_tiles[at], dk)
-        s1 = tlx.async_dot_wait(3, s1)
-        lse1 = tlx.local_load(lse_tiles[at + 1])
-        p1 = _probabilities(s1, lse1, begin - 64, end - 64, scale, EDGES)
-        dp1 = tlx.async_dot_wait(2, dp1)
-        tlx.barrier_arrive(v_empty, pred=last)
-        ds1 = (p1 * (dp1 - tlx.local_load(delta_tiles[at + 1])[None, :])).to(DTYPE)
-        if WITH_DQ:
-            tlx.local_store(ds_stages[2 * ds_at + 2 + cid], ds1)
-            tlx.fence("async_shared")
-        dv = tlx.async_dot(p1.to(DTYPE), do_tiles[at + 1], dv)
-        dk = tlx.async_dot(ds1, q_tiles[at + 1], dk)
-    if WITH_DQ and TILES == 2:  # each has dQ of one tile
+    dv = tlx.async_dot(p0.to(DTYPE), do_tiles[at], dv)
+    dk = tlx.async_dot(ds0, q_tiles[at], dk)
+    s1 = tlx.async_dot_wait(3, s1)
+    lse1 = tlx.local_load(lse_tiles[at + 1])
+    p1 = _probabilities(s1, lse1, begin - 64, end - 64, scale, EDGES)
+    dp1 = tlx.async_dot_wait(2, dp1)
+    tlx.barrier_arrive(v_empty, pred=last)
+    ds1 = (p1 * (dp1 - tlx.local_load(delta_tiles[at + 1])[None, :])).to(DTYPE)
+    if WITH_DQ:
+        tlx.local_store(ds_stages[2 * ds_at + 2 + cid], ds1)
+        tlx.fence("async_shared")
+    dv = tlx.async_dot(p1.to(DTYPE), do_tiles[at + 1], dv)
+    dk = tlx.async_dot(ds1, q_tiles[at + 1], dk)
+    if WITH_DQ:
         tlx.named_barrier_wait(9, 256)  # both have written dS
         dq = tlx.async_dot(tlx.local_trans(ds_tiles[ds_at + cid]), k_tile)
         dv = tlx.async_dot_wait(1, dv)
         dk = tlx.async_dot_wait(1, dk)
         tlx.barrier_arrive(q_empty)
         dq = tlx.async_dot_wait(0, dq)
-        _add(dq, dq_stages[cid], desc_dq, dq_tile + HEADS * cid, BLOCK_D)
+        add_sums(dq, dq_stages[cid], desc_dq, dq_tile + HEADS * cid, BLOCK_D)
     else:
         dv = tlx.async_dot_wait(0, dv)
         dk = tlx.async_dot_wait(0, dk)
         tlx.barrier_arrive(q_empty)
-    if WITH_DQ and TILES == 1:  # each has dQ of every other tile: it is late where the other is not
-        if mine:
-            tlx.named_barrier_wait(9 + cid, 256)  # the other has written its dS
-            dq = tlx.async_dot(tlx.local_trans(ds_tiles[ds_at]), k_tile)
-            dq = tlx.async_dot_wait(0, dq)
-            _add(dq, dq_stages[0], desc_dq, dq_tile, BLOCK_D)
     return dk, dv
 
 
@@ -271,12 +255,19 @@ def _steps(
         # The queries that see key j are those from j - right to j + left.
         begin = j - x * (64 * TILES) - right
         end = j - x * (64 * TILES) + left + 1
-        dk, dv = _step(
-            buffers[:-2], q_full[st], (count // Q_STAGES) & 1, q_empty[st], TILES * st,
-            TILES * (count % 2), desc_dq, dq_tile + x * (TILES * HEADS), dk, dv, begin, end,
-            x == x_first, x == x_last, count % 2 == cid, scale, cid, TILES, BLOCK_D, HEADS, EDGES,
-            WITH_DQ, DTYPE,
-        )  # fmt: skip
+        phase, tile = (count // Q_STAGES) & 1, dq_tile + x * (TILES * HEADS)
+        if TILES == 1:
+            dk, dv = _step_of_one(
+                buffers[:-2], q_full[st], phase, q_empty[st], st, count % 2, desc_dq, tile, dk, dv,
+                begin, end, x == x_first, x == x_last, count % 2 == cid, scale, cid, BLOCK_D, EDGES,
+                WITH_DQ, DTYPE,
+            )  # fmt: skip
+        else:
+            dk, dv = _step_of_two(
+                buffers[:-2], q_full[st], phase, q_empty[st], 2 * st, 2 * (count % 2), desc_dq,
+                tile, dk, dv, begin, end, x == x_first, x == x_last, scale, cid, BLOCK_D, HEADS,
+                EDGES, WITH_DQ, DTYPE,
+            )  # fmt: skip
         count += 1
     return dk, dv, count
 
@@ -468,42 +459,3 @@ def hopper_backward_kernel(
                     stage = ds_stages[2 * part + cid]
                     store_columns(desc_dv, stage, k_first, keys, first_j, kv_head, 64 * part)
             tlx.async_descriptor_store_wait(0)
-
-
-@triton.jit(do_not_specialize=["queries"])
-def dq_kernel(
-    SUMS,
-    DQ,
-    TILES,
-    queries,
-    natural_scale,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BROADCAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """DQ `[rows, HEADS, DIM]` of the float32 sums `[tiles, HEADS, 64 * BLOCK_D]` that `_add` made.
-
-    Grid: (tiles of 64 queries, HEADS). TILES is as in `statistics_kernel`; where q is shared it is
-    not used, and `queries` are DQ's rows.
-    """
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    if BROADCAST:
-        first = tile * 64
-        rows = queries - first
-    else:
-        row = TILES + tile * 64 // BLOCK * 2
-        first = tl.load(row) + tile * 64 % BLOCK
-        rows = tl.load(row + 1) - tile * 64 % BLOCK
-    place = (tile * HEADS + head).to(tl.int64) * (64 * BLOCK_D)
-    x = tl.load(SUMS + place + tl.arange(0, 64 * BLOCK_D))
-    # From [eighth, warp, row, column, half, of two] to [warp, half, row, eighth, column, of two].
-    x = tl.permute(tl.reshape(x, [BLOCK_D // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
-    x = tl.reshape(x, [64, BLOCK_D]) * natural_scale
-    r = tl.arange(0, 64)
-    columns = tl.arange(0, BLOCK_D)
-    place = ((first + r).to(tl.int64) * HEADS + head)[:, None] * DIM + columns[None, :]
-    mask = (r < rows)[:, None] & (columns < DIM)[None, :]
-    tl.store(DQ + place, x.to(DQ.dtype.element_ty), mask=mask)
