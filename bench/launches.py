@@ -6,8 +6,8 @@
 
 A shape is CONSUMERSxKEYS.STAGES.Q_STAGES.REGISTERS with the letters p (ping-pong), w (probabilities
 carried in float32), k (keeps its queries) and c (counter), as in `tlx_.Shape`; `chosen` is what the
-backend takes by itself. A backward has no shapes: the kernels that add up dQ in any order, those of
-`deterministic=True`, and Triton's stand against each other.
+backend takes by itself. A backward has forms instead (`tlx_backward.Form`), of which `keys split`
+is that of `deterministic=True`; Triton's stands beside them.
 
 A GPU's clock falls as it gets hot, and whoever is measured first has an advantage. So all graphs
 are captured first and then replayed in turns; the figure is the median over the rounds' medians.
@@ -38,7 +38,8 @@ from bench import machine
 from bench.inputs import fresh_seed, make_problems
 from bench.shapes import Row, choose, load
 from bench.timing import in_rounds, short_reason, side_stream
-from gem.attention.backends import tlx_, triton_
+from gem.attention.backends import tlx_, tlx_backward, triton_
+from gem.attention.backends.tlx_backward import Form, form_of
 from gem.attention.testing import Judge, Problem, call_of
 
 SWITCHES = {"p": "ping_pong", "w": "p_wide", "k": "keep_q", "c": "counter"}
@@ -89,21 +90,25 @@ def forwards(problem: Problem, shapes: Sequence[tlx_.Shape]) -> dict[str, Callab
 
 
 def backwards(problem: Problem) -> dict[str, Callable[[], dict]]:
-    """By name, the backward of TLX in any order and in a fixed one, and that of Triton."""
+    """By name, the backward in the chosen form, in the others that can serve, and by Triton."""
     inputs = problem.q, problem.k, problem.v
     forward = dataclasses.replace(call_of(problem), direction="forward")
-    kept = tlx_.forward(forward, *inputs)
+    call = dataclasses.replace(forward, direction="backward")
+    given = (call, problem.dout, None, *inputs, *tlx_.forward(forward, *inputs))
 
-    def backward(module: object, deterministic: bool) -> dict[str, Tensor]:
-        call = dataclasses.replace(forward, direction="backward", deterministic=deterministic)
-        found = module.backward(call, problem.dout, None, *inputs, *kept)
-        return dict(zip(GRADIENTS, found, strict=True))
+    def backward(launch: Callable, *form: Form) -> dict[str, Tensor]:
+        return dict(zip(GRADIENTS, launch(*given, *form), strict=True))
 
-    return {
-        "tlx": partial(backward, tlx_, False),
-        "tlx deterministic": partial(backward, tlx_, True),
-        "triton": partial(backward, triton_, True),
-    }
+    forms = [form_of(call, problem.q), Form("keys"), Form("keys", split=True)]
+    if None not in (call.left, call.right):
+        forms.append(Form("keys", rotate=True))
+    found = {}
+    for form in dict.fromkeys(forms):
+        words = (form.kept, "split" * form.split, "rotate" * form.rotate)
+        name = " ".join(filter(None, words))
+        name = f"chosen ({name})" if form == forms[0] else name
+        found[name] = partial(backward, tlx_backward.launch, form)
+    return found | {"triton": partial(backward, triton_.backward)}
 
 
 def measure(

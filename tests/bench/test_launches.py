@@ -56,4 +56,5 @@ def test_every_launch_is_right_and_timed():
         for name, call in calls.items():
             assert all(c.ratio <= 1 for c in judge.compare(call()).values()), name
         ms = in_rounds({name: [call] for name, call in calls.items()}, device, 2, 0.1)
-    assert len(ms) == 5 and all(x > 0 for x in ms.values())
+    forms = {"chosen (keys)", "keys split", "triton"}
+    assert forms < set(ms) and len(ms) == 5 and all(x > 0 for x in ms.values())

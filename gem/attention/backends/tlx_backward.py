@@ -8,6 +8,8 @@ scores twice.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import triton
 from torch import Tensor
@@ -24,6 +26,30 @@ from gem.attention.backends.triton_backward import sum_kernel
 BLOCK_K = 128
 
 
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How the gradients are computed.
+
+    Attributes:
+        kept: what a CTA keeps while the rest streams by: "keys", or "queries" of broadcast
+            attention without grouped heads, at most 64.
+        split: with "keys", whether dQ has a kernel of its own. Nothing is then added to in global
+            memory, so that every run has the same bits; with "queries" nothing is anyway.
+        rotate: with "keys" and a window of two sides, whether tiles whose windows overlap visit
+            their queries at the same time, so that these need not stay in the L2 cache for long.
+    """
+
+    kept: str
+    split: bool = False
+    rotate: bool = False
+
+
+def form_of(call: Call, q: Tensor) -> Form:
+    """The form that `backward` takes for a call."""
+    shared = call.form == "broadcast" and call.heads == call.kv_heads and q.shape[0] <= 64
+    return Form("queries") if shared else Form("keys", split=call.deterministic)
+
+
 def backward(
     call: Call,
     dout: Tensor,
@@ -35,17 +61,30 @@ def backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; see `gem.attention.backends`."""
+    return launch(call, dout, dlse, q, k, v, out, lse, form_of(call, q))
+
+
+def launch(
+    call: Call,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    form: Form,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward by kernels of this form."""
     if not q.shape[0] or not int(call.k_lengths.sum()):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    work = _Backward(call, dout, dlse, q, k, v, out, lse)
-    if work.shared:
+    work = _Backward(call, dout, dlse, q, k, v, out, lse, form)
+    if form.kept == "queries":
         work.add_all_shared()
-    elif call.deterministic:
-        work.add_keys(with_dq=False)
-        return triton_.dq(call, dout, dlse, q, k, v, out, lse), work.dk, work.dv
     else:
-        work.add_keys(with_dq=True)
-    return work.dq, work.dk, work.dv
+        work.add_keys()
+    dq = triton_.dq(call, dout, dlse, q, k, v, out, lse) if form.split else work.dq
+    return dq, work.dk, work.dv
 
 
 class _Backward:
@@ -61,38 +100,52 @@ class _Backward:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
+        form: Form,
     ) -> None:
-        self.call = call
+        self.call, self.form = call, form
         self.q, self.k, self.v = readable(q), readable(k), readable(v)
         self.dout = readable(dout.reshape(-1, call.heads, call.head_dim))
         self.broadcast = call.form == "broadcast"
-        self.shared = self.broadcast and call.heads == call.kv_heads and q.shape[0] <= 64
         self.block_d = block_columns(call)
-        self.block_q = 64 if self.shared else 8192 // self.block_d
-        self.dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if not self.broadcast:  # rows past the last sample
-            self.dq[int(call.q_lengths.sum()) :] = 0
+        self.block_q = 64 if form.kept == "queries" else 8192 // self.block_d
+        self.dq = None if form.split else torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.dk, self.dv = triton_.key_results(call, k, v)
         queries = triton_.queries_of(call, q)
-        self.tiles = tiles = schedule.schedule(
+        self.tiles = schedule.schedule(
             "statistic_tiles", call.k_lengths, queries, self.block_q, q.device
         )
-        self.stats = tiles.shape[0] * self.block_q
-        size = call.heads, self.stats
-        self.delta = torch.empty(size, dtype=torch.float32, device=q.device)
+        self.stats = self.tiles.shape[0] * self.block_q
+        self.delta = torch.empty((call.heads, self.stats), dtype=torch.float32, device=q.device)
         self.lse2 = torch.empty_like(self.delta)
+        self.sums, clear = self._sums()
         triton_.run(
             statistics_kernel,
-            (tiles.shape[0], call.heads),
+            (self.tiles.shape[0], call.heads),
             *(out.contiguous(), self.dout, lse.contiguous()),
             dlse if dlse is None else dlse.float().contiguous(),
-            *(self.delta, self.lse2, tiles, self.stats, *self.dout.stride()[:2]),
+            *(self.delta, self.lse2, self.sums if clear else None, self.tiles),
+            *(self.stats, *self.dout.stride()[:2]),
             HEADS=call.heads,
             DIM=call.head_dim,
             BLOCK=self.block_q,
             BLOCK_D=self.block_d,
             HAS_DLSE=dlse is not None,
+            CLEAR=clear,
         )
+
+    def _sums(self) -> tuple[Tensor, bool]:
+        """float32 sums of dQ `[tiles of 64 queries, heads, 64 * block_d]`; whether to clear them.
+
+        One where there are none, since a descriptor needs something to describe.
+        """
+        rows, tile = self.q.shape[0] if self.broadcast else self.stats, 64 * self.block_d
+        tiles = triton.cdiv(rows, self.block_q) * (self.block_q // 64)
+        if self.form.split or self.form.kept == "queries" or not tiles:
+            return torch.empty((1, 1, tile), dtype=torch.float32, device=self.q.device), False
+        size = tiles, self.call.heads, tile
+        if self.broadcast:
+            return torch.zeros(size, dtype=torch.float32, device=self.q.device), False
+        return torch.empty(size, dtype=torch.float32, device=self.q.device), True
 
     def _descriptors(self, k_rows: int, dv_columns: int) -> tuple:
         return (
@@ -102,9 +155,9 @@ class _Backward:
             ragged(self.dv, 64, dv_columns),
         )
 
-    def add_keys(self, with_dq: bool) -> None:
-        """Writes dk and dv and, if asked for, dq."""
-        call = self.call
+    def add_keys(self) -> None:
+        """Writes dk and dv and, unless it has a kernel of its own, dq."""
+        call, form = self.call, self.form
         tiles: schedule.DealtTiles = schedule.schedule(
             "dealt_keys",
             call.k_lengths,
@@ -120,13 +173,8 @@ class _Backward:
         if tiles.empty.shape[0]:
             self.dk.zero_()
             self.dv.zero_()
-        heads, block_d = call.heads, self.block_d
-        rows = self.q.shape[0] if self.broadcast else self.stats
-        q_tiles = triton.cdiv(rows, self.block_q) * (self.block_q // 64)
-        size = max(1, q_tiles) if with_dq else 1, heads, 64 * block_d
-        sums = torch.zeros(size, dtype=torch.float32, device=self.q.device)
-        flat = sums.view(-1, 32)
-        count = tiles.table.shape[0]
+        heads, block_d, windowed = call.heads, self.block_d, None not in (call.left, call.right)
+        flat, count = self.sums.view(-1, 32), tiles.table.shape[0]
         triton_.run(
             hopper_backward_kernel,
             (min(count, processors(self.q.device)),),
@@ -134,22 +182,29 @@ class _Backward:
             TensorDescriptor(flat, list(flat.shape), [32, 1], [2 * block_d, 32]),
             *(self.lse2, self.delta, tiles.table, count, self.stats),
             *(call.scale * triton_.LOG2_E, call.scale, call.left or 0, call.right or 0),
+            # Steps of a tile whose window nothing cuts off.
+            triton.cdiv(BLOCK_K + call.left + call.right, self.block_q) if windowed else 1,
             GROUP=heads // call.kv_heads,
             HEADS=heads,
             BROADCAST=self.broadcast,
             HAS_LEFT=call.left is not None,
             HAS_RIGHT=call.right is not None,
             NARROW=is_narrow(call.left, call.right, self.block_q),
+            ROTATE=form.rotate and windowed,
             BLOCK_D=block_d,
-            WITH_DQ=with_dq,
+            WITH_DQ=not form.split,
             num_warps=4,
             num_stages=1,
         )
-        if with_dq and q_tiles:
+        if form.split:
+            return
+        if not self.broadcast:  # rows past the last sample
+            self.dq[int(call.q_lengths.sum()) :] = 0
+        if self.stats:
             triton_.run(
                 dq_kernel,
-                (q_tiles, heads),
-                *(sums, self.dq, self.tiles, self.q.shape[0], call.scale),
+                (self.sums.shape[0], heads),
+                *(self.sums, self.dq, self.tiles, self.q.shape[0], call.scale),
                 HEADS=heads,
                 DIM=call.head_dim,
                 BROADCAST=self.broadcast,

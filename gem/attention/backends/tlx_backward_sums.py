@@ -15,6 +15,7 @@ def statistics_kernel(
     DLSE,
     DELTA,
     LSE2,
+    SUMS,
     TILES,
     stats,
     do_row,
@@ -24,12 +25,13 @@ def statistics_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    CLEAR: tl.constexpr,
 ):
     """DELTA and LSE2 `[HEADS, stats]`, each sample's from a multiple of BLOCK on.
 
     TILES has (first row, rows) of each BLOCK of statistics. delta = sum(dout * out) - dlse, and the
     log-sum-exp is in base 2. It is +inf, so that exp gives 0, where a query sees nothing or is not
-    there; then delta is 0.
+    there; then delta is 0. CLEAR: SUMS of `add_sums` become 0, which needs no kernel of its own.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -49,6 +51,11 @@ def statistics_kernel(
     to = head.to(tl.int64) * stats + tile * BLOCK + tl.arange(0, BLOCK)
     tl.store(DELTA + to, delta)
     tl.store(LSE2 + to, lse)
+    if CLEAR:
+        for u in tl.static_range(BLOCK // 64):
+            place = ((tile * (BLOCK // 64) + u) * HEADS + head).to(tl.int64) * (64 * BLOCK_D)
+            zero = tl.zeros([64 * BLOCK_D], tl.float32)
+            tl.store(SUMS + place + tl.arange(0, 64 * BLOCK_D), zero)
 
 
 @triton.jit

@@ -62,6 +62,15 @@ def _queries(row):
 
 
 @triton.jit
+def _first_step(q_begin, blocks, period, BLOCK_Q: tl.constexpr, ROTATE: tl.constexpr):
+    """The step with which a tile begins."""
+    if not ROTATE:
+        return 0
+    first = (period - q_begin // BLOCK_Q % period) % period
+    return tl.where(first < blocks, first, 0)
+
+
+@triton.jit
 def _probabilities(s, lse, begin, end, scale, EDGES: tl.constexpr):
     """P^T of scores `[64 keys, 64 queries]`: at most 1, whatever rounding does to the scores.
 
@@ -272,7 +281,7 @@ def _steps(
     return dk, dv, count
 
 
-@triton.jit(do_not_specialize=["tiles", "stats", "left", "right"])
+@triton.jit(do_not_specialize=["tiles", "stats", "left", "right", "period"])
 def hopper_backward_kernel(
     desc_q,
     desc_k,
@@ -290,20 +299,24 @@ def hopper_backward_kernel(
     natural_scale,
     left,
     right,
+    period,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     BROADCAST: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     NARROW: tl.constexpr,
+    ROTATE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WITH_DQ: tl.constexpr,
 ):
     """dk and dv of all tiles and, unless WITH_DQ is off, dq added to float32 sums that begin as 0.
 
     Grid: as many CTAs as run at once. Every tile of keys is seen by a query. `scale` holds log2(e)
-    too. NARROW: a window may begin and end within one step. The sums are to be finished by
-    `dq_kernel`.
+    too. NARROW: a window may begin and end within one step. ROTATE: a tile's steps begin with the
+    block of queries whose number is a multiple of `period`, the steps of a whole window, so that
+    tiles whose windows overlap see the same queries at the same time. The sums are to be finished
+    by `dq_kernel`.
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     K_STAGES: tl.constexpr = 2
@@ -348,9 +361,15 @@ def hopper_backward_kernel(
                 tlx.barrier_wait(k_empty[ks], (((turn + 1) // K_STAGES) & 1) ^ 1)
                 tlx.barrier_expect_bytes(k_full[ks], 2 * TILE_BYTES)
                 copy_rows(desc_k, k_tiles[ks], k_full[ks], k_first, keys, first_j, kv_head)
+                blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
+                start = _first_step(q_begin, blocks, period, BLOCK_Q, ROTATE)
                 for g in tl.range(0, GROUP):
                     head = kv_head * GROUP + g
-                    for m in tl.range(q_begin, q_end, BLOCK_Q):
+                    for step in tl.range(0, blocks):
+                        x = step + start
+                        if ROTATE:
+                            x = tl.where(x < blocks, x, x - blocks)
+                        m = q_begin + x * BLOCK_Q
                         st = count % Q_STAGES
                         tlx.barrier_wait(q_empty[st], ((count // Q_STAGES) & 1) ^ 1)
                         tlx.barrier_expect_bytes(q_full[st], Q_BYTES)
@@ -371,7 +390,7 @@ def hopper_backward_kernel(
                                 barrier=q_full[st],
                             )  # fmt: skip
                         # The values' one stage becomes free later than that of these queries.
-                        if (g == 0) & (m == q_begin):
+                        if (g == 0) & (step == 0):
                             tlx.barrier_wait(v_empty[0], (turn & 1) ^ 1)
                             tlx.barrier_expect_bytes(v_full[0], 2 * TILE_BYTES)
                             for c in tl.static_range(2):
@@ -388,6 +407,7 @@ def hopper_backward_kernel(
                 out_first, queries, stats_first, q_begin, q_end = _queries(row)
                 first_j += 64 * cid
                 blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
+                start = _first_step(q_begin, blocks, period, BLOCK_Q, ROTATE)
                 # The tile's first key as the queries count, from the first step's first one.
                 first = first_j - (keys - queries) - q_begin
                 # In steps before `inner` the window begins for some key, from `outer` on it ends.
@@ -413,31 +433,43 @@ def hopper_backward_kernel(
                     head = kv_head * GROUP + g
                     dq_tile = q_begin if BROADCAST else stats_first + q_begin
                     dq_tile = dq_tile // 64 * HEADS + head
-                    x_first = 0 if GROUP == 1 else tl.where(g == 0, 0, -1)
-                    x_last = blocks - 1 if GROUP == 1 else tl.where(g == GROUP - 1, blocks - 1, -1)
-                    if HAS_RIGHT:
+                    x_first = start
+                    x_last = blocks - 1
+                    if ROTATE:
+                        x_last = tl.where(start > 0, start - 1, x_last)
+                    if GROUP > 1:
+                        x_first = tl.where(g == 0, x_first, -1)
+                        x_last = tl.where(g == GROUP - 1, x_last, -1)
+                    for part in tl.range(0, 2 if ROTATE else 1):
+                        # From `start` to the end, then from the beginning to `start`.
+                        low = 0
+                        high = blocks
+                        if ROTATE:
+                            low = tl.where(part == 0, start, 0)
+                            high = tl.where(part == 0, blocks, start)
+                        if HAS_RIGHT:
+                            dk, dv, count = _steps(
+                                low, tl.minimum(tl.minimum(inner, outer), high), x_first, x_last,
+                                buffers, desc_dq, dq_tile, j, dk, dv, count, left, right, scale,
+                                cid, Q_TILES, BLOCK_D, Q_STAGES, HEADS, 1, WITH_DQ, DTYPE,
+                            )  # fmt: skip
+                        if NARROW:
+                            dk, dv, count = _steps(
+                                tl.maximum(outer, low), tl.minimum(inner, high), x_first, x_last,
+                                buffers, desc_dq, dq_tile, j, dk, dv, count, left, right, scale,
+                                cid, Q_TILES, BLOCK_D, Q_STAGES, HEADS, 3, WITH_DQ, DTYPE,
+                            )  # fmt: skip
                         dk, dv, count = _steps(
-                            0, tl.minimum(inner, outer), x_first, x_last, buffers, desc_dq, dq_tile,
-                            j, dk, dv, count, left, right, scale, cid, Q_TILES, BLOCK_D, Q_STAGES,
-                            HEADS, 1, WITH_DQ, DTYPE,
+                            tl.maximum(inner, low), tl.minimum(outer, high), x_first, x_last,
+                            buffers, desc_dq, dq_tile, j, dk, dv, count, left, right, scale, cid,
+                            Q_TILES, BLOCK_D, Q_STAGES, HEADS, 0, WITH_DQ, DTYPE,
                         )  # fmt: skip
-                    if NARROW:
-                        dk, dv, count = _steps(
-                            outer, inner, x_first, x_last, buffers, desc_dq, dq_tile, j, dk, dv,
-                            count, left, right, scale, cid, Q_TILES, BLOCK_D, Q_STAGES, HEADS, 3,
-                            WITH_DQ, DTYPE,
-                        )  # fmt: skip
-                    dk, dv, count = _steps(
-                        inner, outer, x_first, x_last, buffers, desc_dq, dq_tile, j, dk, dv, count,
-                        left, right, scale, cid, Q_TILES, BLOCK_D, Q_STAGES, HEADS, 0, WITH_DQ,
-                        DTYPE,
-                    )  # fmt: skip
-                    if HAS_LEFT:
-                        dk, dv, count = _steps(
-                            tl.maximum(inner, outer), blocks, x_first, x_last, buffers, desc_dq,
-                            dq_tile, j, dk, dv, count, left, right, scale, cid, Q_TILES, BLOCK_D,
-                            Q_STAGES, HEADS, 2, WITH_DQ, DTYPE,
-                        )  # fmt: skip
+                        if HAS_LEFT:
+                            dk, dv, count = _steps(
+                                tl.maximum(tl.maximum(inner, outer), low), high, x_first, x_last,
+                                buffers, desc_dq, dq_tile, j, dk, dv, count, left, right, scale,
+                                cid, Q_TILES, BLOCK_D, Q_STAGES, HEADS, 2, WITH_DQ, DTYPE,
+                            )  # fmt: skip
                 # Of the keys and dS nothing is read any more: the last to read them is dQ.
                 if not WITH_DQ or Q_TILES == 2:
                     tlx.named_barrier_wait(11, 256)

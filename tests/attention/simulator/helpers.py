@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from gem.attention import broadcast_attention, jagged_attention
-from gem.attention.backends import tlx_
+from gem.attention.backends import tlx_, tlx_backward
 from gem.attention.simulator import simulated
 from gem.attention.testing import NAMES, call_of, random_problem
 
@@ -63,14 +63,21 @@ def launched(problem, shape, seed, processors=2, trace=None, **options):
     return out, lse, counts
 
 
-def differentiated(problem, seed, processors=2, dlse=None, deterministic=False, trace=None):
-    """((dq, dk, dv), counts) of the backward, given the exact output as a forward rounds it."""
+def differentiated(
+    problem, seed, processors=2, dlse=None, deterministic=False, trace=None, rotate=False
+):
+    """((dq, dk, dv), counts) of the backward, given the exact output as a forward rounds it.
+
+    Args:
+        rotate: as in `tlx_backward.Form`.
+    """
     exact = expected(problem, dlse)
     call = dataclasses.replace(call_of(problem), direction="backward", deterministic=deterministic)
     out, lse = exact["out"].to(problem.q.dtype), exact["lse"].float()
     inputs = problem.q, problem.k, problem.v
+    form = dataclasses.replace(tlx_backward.form_of(call, problem.q), rotate=rotate)
     with simulated(seed=seed, processors=processors, trace=trace) as counts:
-        gradients = tlx_.backward(call, problem.dout, dlse, *inputs, out, lse)
+        gradients = tlx_backward.launch(call, problem.dout, dlse, *inputs, out, lse, form)
     return gradients, counts
 
 

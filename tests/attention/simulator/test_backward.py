@@ -46,10 +46,12 @@ def run(layouts, seeds, capsys):
         rng = random.Random(number)
         problem = problem_of(rng, dim=rng.choice([64, 128, 40, 96]), most_queries=300)
         dlse, deterministic = dlse_of(problem, rng), rng.random() < 0.2
-        processors = rng.randint(1, 6)
+        processors, rotate = rng.randint(1, 6), rng.random() < 0.5
         first = None
         for seed in range(seeds):
-            gradients, counts = differentiated(problem, seed, processors, dlse, deterministic)
+            gradients, counts = differentiated(
+                problem, seed, processors, dlse, deterministic, rotate=rotate
+            )
             total.add(counts)
             bad = wrong_gradients(problem, gradients, dlse)
             assert not bad, (number, seed, bad)
@@ -69,6 +71,14 @@ def test_random_layouts_agree_with_the_reference(capsys):
 @pytest.mark.timeout(5400)
 def test_many_layouts_under_many_seeds(capsys):
     run(200, 20, capsys)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("window", [(64, 64), (150, 20), (0, 130), (200, 200)], ids=str)
+def test_tiles_under_a_window_may_visit_their_queries_in_any_order(dim, window):
+    problem = make(None, [700, 0, 129, 330], dim=dim, kv_heads=1, window=window)
+    gradients, _ = differentiated(problem, 0, 5, rotate=True)
+    assert not wrong_gradients(problem, gradients)
 
 
 def test_broadcast_gradients_of_few_queries_have_the_same_bits_in_every_order():
