@@ -11,13 +11,14 @@ import torch
 import triton
 
 import gem.attention.backends as backends
-from gem.attention.backends import tlx_, tlx_hopper_forward
+from gem.attention.backends import tlx_
 from gem.attention.layout import JaggedLayout
 from gem.attention.simulator import asynchronous, frontend, simulated
 from gem.attention.simulator.values import Value
 from gem.attention.testing import call_of, random_problem
 from tests.attention.agreement import difference, gradient_difference
-from tests.attention.simulator.mutation import imported
+from tests.attention.simulator.mutation import imported_kernel, replaced
+from tests.attention.simulator.mutation_cases import FORWARD
 
 Shape = tlx_.Shape
 # Means per sample on both sides of every threshold of `forward_shape`.
@@ -370,14 +371,16 @@ def test_a_kernel_that_leaves_out_a_key_is_found(tmp_path, monkeypatch):
     case = next(c for c in CASES if dict(c.options)["form"] == "broadcast" and c.dim == 128)
     problem = case.problem()
     plain = in_simulator(case, problem)
-    source = Path(tlx_hopper_forward.__file__).read_text()
     for number, (was, new) in enumerate(
         [
             ("seen = (j < keys)[None, :]", "seen = (j < keys - 1)[None, :]"),
-            ("p = weights.to(DTYPE)", "p = (weights * 0.998).to(DTYPE)"),
+            (
+                "p = weights.to(OPTIONS.DTYPE)\n    if",
+                "p = (weights * 0.998).to(OPTIONS.DTYPE)\n    if",
+            ),
         ]
     ):
-        assert source.count(was) == 1
-        module = imported(source.replace(was, new), tmp_path / f"gem_disagrees_{number}.py")
+        changed = replaced(FORWARD.sources, was, new)
+        module = imported_kernel(changed, tmp_path, f"disagrees_{number}")
         monkeypatch.setattr(tlx_, "hopper_forward_kernel", module.hopper_forward_kernel)
         assert difference(problem, plain, in_simulator(case, problem)).worst > 1

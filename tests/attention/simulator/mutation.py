@@ -209,6 +209,31 @@ def edited(source: str, kind: str, was: str, now: str) -> Mutant:
     return Mutant(kind, line, was, now, start, start + len(was))
 
 
+def replaced(sources: dict[str, str], was: str, now: str) -> dict[str, str]:
+    """The sources of a kernel with text replaced that occurs once in all of them.
+
+    Args:
+        sources: by the module's name.
+    """
+    assert sum(x.count(was) for x in sources.values()) == 1, f"{was!r} does not occur once"
+    return {name: x.replace(was, now) for name, x in sources.items()}
+
+
+def imported_kernel(sources: dict[str, str], folder: Path, mark: str):
+    """The last module of these sources, written to files of their own.
+
+    Args:
+        sources: by the module's name, those that others import first.
+        mark: makes the copies' names unique.
+    """
+    copies = {name: f"gem_{name.rpartition('.')[2]}_{mark}" for name in sources}
+    for name, source in sources.items():
+        for original, copy in copies.items():
+            source = source.replace(original, copy)
+        module = imported(source, folder / f"{copies[name]}.py")
+    return module
+
+
 def imported(source: str, path: Path):
     """The module of a source written to a file."""
     path.write_text(source)

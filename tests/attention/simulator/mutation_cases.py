@@ -13,6 +13,8 @@ from gem.attention.backends import (
     tlx_,
     tlx_backward,
     tlx_common,
+    tlx_forward_steps,
+    tlx_forward_tiles,
     tlx_hopper_backward,
     tlx_hopper_forward,
     tlx_hopper_shared_backward,
@@ -28,7 +30,6 @@ from tests.attention.simulator.helpers import (
 from tests.attention.simulator.mutation import Mutant, edited, mutants, within
 
 Shape = tlx_.Shape
-COMMON = Path(tlx_common.__file__).read_text()
 LENGTHS = [260, 65, 0, 330, 130, 64]
 
 
@@ -83,6 +84,7 @@ class Case:
         launches: that between them reach every line.
         edits: faults of this kernel alone: (kind, text that occurs once, text instead).
         harmless: faults that change nothing, as text in their description: how often, and why.
+        parts: modules that only this kernel is made of.
     """
 
     name: str
@@ -91,22 +93,29 @@ class Case:
     launches: Sequence[Launch]
     edits: Sequence[tuple[str, str, str]]
     harmless: dict[str, tuple[int, str]]
+    parts: Sequence[ModuleType] = ()
 
     def __str__(self) -> str:
         return self.name.removesuffix("_kernel")
 
     @property
-    def source(self) -> str:
-        return Path(self.module.__file__).read_text()
+    def sources(self) -> dict[str, str]:
+        """By the module's name, those that others import first, the kernel's last."""
+        modules = (tlx_common, *self.parts, self.module)
+        return {x.__name__: Path(x.__file__).read_text() for x in modules}
 
-    def faults(self) -> list[tuple[Mutant, str, str]]:
-        """(fault, kernel's source, helpers' source)."""
-        kernel = self.source
-        found = mutants(kernel) + [edited(kernel, *edit) for edit in self.edits]
-        used = {name for name in vars(self.module) if name in vars(tlx_common)}
-        return [(m, m.source(kernel), COMMON) for m in found] + [
-            (m, kernel, m.source(COMMON)) for m in within(COMMON, used)
-        ]
+    def faults(self) -> list[tuple[Mutant, dict[str, str]]]:
+        """(fault, sources with it)."""
+        sources, found = self.sources, []
+        for module in (self.module, *self.parts):
+            found += [(module.__name__, m) for m in mutants(sources[module.__name__])]
+        for kind, was, now in self.edits:
+            (name,) = (name for name, source in sources.items() if was in source)
+            found.append((name, edited(sources[name], kind, was, now)))
+        used = {name for x in (self.module, *self.parts) for name in vars(x)}
+        common = tlx_common.__name__
+        found += [(common, m) for m in within(sources[common], used & set(vars(tlx_common)))]
+        return [(m, sources | {name: m.source(sources[name])}) for name, m in found]
 
     def why(self, mutant: Mutant) -> str | None:
         """Why a fault changes nothing."""
@@ -150,7 +159,7 @@ FORWARD = Case(
         alias("v_tiles = tlx.local_alloc((BLOCK_K, BLOCK_D), DTYPE, STAGES)", "k_tiles"),
         alias("out_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, CONSUMERS)", "q_tiles"),
         ("takes a tile past its bound", "turn + 2 < turns", "True"),
-        ("no end of the tiles", "tl.where(tile < tiles, tile, -1)", "tile"),
+        ("no end of the tiles", "tl.where(number < tiles, number, -1)", "number"),
         (
             "skips a tile",
             "tl.num_programs(0) // TEAM + number",
@@ -159,7 +168,8 @@ FORWARD = Case(
     ],
     {
         **NO_ZIG_ZAG,
-        "early release: 's = tlx.async_dot_wait(PIECES, s)\\n    tlx.barrier_arrive(k_empty)'": (
+        "early release: 's = tlx.async_dot_wait(OPTIONS.PIECES, s)\\n"
+        "    tlx.barrier_arrive(k_empty)'": (
             1,
             "before a block of keys is copied, the producer waits for the values of a block before"
             " to be released, which consumers do after the product in question",
@@ -174,6 +184,7 @@ FORWARD = Case(
             " passed",
         ),
     },
+    (tlx_forward_tiles, tlx_forward_steps),
 )
 
 ONE_ORDER = (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gem.attention.simulator import SimulationError
-from tests.attention.simulator.mutation import imported
+from tests.attention.simulator.mutation import imported_kernel
 from tests.attention.simulator.mutation_cases import CASES
 
 SEEDS = (0, 1, 2, 3)
@@ -35,13 +35,12 @@ def caught(case, kernel, given, monkeypatch):
 def run(case, chosen, tmp_path, monkeypatch, capsys):
     """The faults that nothing showed; prints them and how many others."""
     given, missed, kinds = problems(case), [], {}
-    for number, (mutant, kernel_source, common_source) in enumerate(chosen):
-        common = f"gem_mutant_common_{number}"
-        kernel_source = kernel_source.replace("gem.attention.backends.tlx_common", common)
-        imported(common_source, tmp_path / f"{common}.py")
-        module = imported(kernel_source, tmp_path / f"gem_mutant_{number}.py")
+    for number, (mutant, sources) in enumerate(chosen):
+        mark = f"mutant_{number}"
+        module = imported_kernel(sources, tmp_path, mark)
         how = caught(case, getattr(module, case.name), given, monkeypatch)
-        del sys.modules[common], sys.modules[module.__name__]
+        for name in [x for x in sys.modules if x.endswith(f"_{mark}")]:
+            del sys.modules[name]
         if how is None:
             missed.append(mutant)
         else:
@@ -56,7 +55,7 @@ def run(case, chosen, tmp_path, monkeypatch, capsys):
 
 @EVERY
 def test_without_a_fault_there_is_no_report(case, tmp_path, monkeypatch):
-    module = imported(case.source, tmp_path / f"gem_mutant_none_{case}.py")
+    module = imported_kernel(case.sources, tmp_path, f"mutant_none_{case}")
     assert caught(case, getattr(module, case.name), problems(case), monkeypatch) is None
 
 

@@ -1,17 +1,16 @@
 """Left operands in registers: made anew before or after the product has read the last."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gem.attention.backends import tlx_, tlx_hopper_forward
+from gem.attention.backends import tlx_
 from gem.attention.simulator import errors, simulate
 from gem.attention.testing import random_problem
 from tests.attention.simulator import operand_kernels as kernels
 from tests.attention.simulator.helpers import launched
-from tests.attention.simulator.mutation import imported
+from tests.attention.simulator.mutation import imported_kernel, replaced
+from tests.attention.simulator.mutation_cases import FORWARD
 
 SEEDS = range(4)
 
@@ -52,12 +51,11 @@ def test_operands_made_too_early_are_reported(how, seed):
 @pytest.mark.parametrize("dim", [64, 128])
 def test_our_forward_converts_after_the_wait(dim, tmp_path, monkeypatch):
     """Its probabilities may not be rounded before the product of the last ones is complete."""
-    source = Path(tlx_hopper_forward.__file__).read_text()
-    wait = "    out0 = tlx.async_dot_wait(0, out0)\n"
-    early = "    weights = weights.to(DTYPE)\n"
-    assert source.count(wait + "    if PIECES == 2:") == 1
-    changed = source.replace(wait + "    if PIECES == 2:", early + wait + "    if PIECES == 2:")
-    module = imported(changed, tmp_path / "gem_converts_early.py")
+    wait = "    out0 = tlx.async_dot_wait(0, out0)\n    if OPTIONS.PIECES == 2:\n"
+    release = "        out1 = tlx.async_dot_wait(0, out1)\n    tlx.barrier_arrive(v_empty)"
+    early = "    weights = weights.to(OPTIONS.DTYPE)\n"
+    changed = replaced(FORWARD.sources, wait + release, early + wait + release)
+    module = imported_kernel(changed, tmp_path, "converts_early")
     shape = tlx_.Shape(2, 64, 2, 1, 240)
     generator = torch.Generator().manual_seed(1)
     problem = random_problem([300], dim=dim, dtype=torch.bfloat16, generator=generator)

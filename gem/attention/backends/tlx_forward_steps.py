@@ -1,0 +1,337 @@
+"""What a consumer of `tlx_hopper_forward` does with blocks of keys.
+
+A step has the scores of a block and, meanwhile, the product of the probabilities and values of the
+block before.
+
+The accumulator of a product is in registers, and the probabilities are its left operand from there.
+Their registers are not written again before the product has been waited for (triton-lang/triton
+issue 9433; ptxas before 13.3 gets this wrong by itself, issue 11781). P_SHARED takes them through
+shared memory instead, to hold the two against each other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+
+class Options(NamedTuple):
+    """Constants of a consumer: its number, the kernel's constants, and what follows from them.
+
+    Attributes:
+        PIECES: products that an output of BLOCK_D columns takes, see `_weigh`.
+    """
+
+    cid: tl.constexpr
+    CONSUMERS: tl.constexpr
+    BLOCK_K: tl.constexpr
+    PIECES: tl.constexpr
+    STAGES: tl.constexpr
+    WINDOW: tl.constexpr
+    HAS_LEFT: tl.constexpr
+    HAS_RIGHT: tl.constexpr
+    NARROW: tl.constexpr
+    NEAR: tl.constexpr
+    FLIPPED: tl.constexpr
+    PING_PONG: tl.constexpr
+    P_SHARED: tl.constexpr
+    P_WIDE: tl.constexpr
+    DTYPE: tl.constexpr
+
+
+class Consumer(NamedTuple):
+    """What a consumer works with in every tile.
+
+    Attributes:
+        k_tiles, v_tiles: STAGES blocks of keys and values `[BLOCK_K, BLOCK_D]`, and their barriers.
+        p_tile: `[64, BLOCK_K]`, for the probabilities with P_SHARED.
+        columns: the numbers below BLOCK_K.
+        left, right: of the window.
+        scale: of scores.
+    """
+
+    k_tiles: tlx.buffered_tensor
+    k_full: tlx.mbarrier
+    k_empty: tlx.mbarrier
+    v_tiles: tlx.buffered_tensor
+    v_full: tlx.mbarrier
+    v_empty: tlx.mbarrier
+    p_tile: tlx.buffered_tensor
+    columns: tl.tensor
+    left: tl.tensor
+    right: tl.tensor
+    scale: tl.tensor
+
+
+class Tile(NamedTuple):
+    """A consumer's queries of a tile and what they see.
+
+    Not to be carried by a loop: the compiler would find other layouts for what does not change.
+
+    Attributes:
+        i: the 64 queries, counted in the sample.
+        begin, blocks: the first key that the tile sees, and blocks of keys from there on.
+        keys, queries: of the sample.
+    """
+
+    i: tl.tensor
+    begin: tl.tensor
+    blocks: tl.tensor
+    keys: tl.tensor
+    queries: tl.tensor
+
+
+@triton.jit
+def _take_turn(OPTIONS: tl.constexpr):
+    """Waits until it is this consumer's turn to issue products."""
+    if OPTIONS.PING_PONG:
+        tlx.named_barrier_wait(9 + OPTIONS.cid, 256)
+
+
+@triton.jit
+def _pass_turn(OPTIONS: tl.constexpr):
+    """Lets the next consumer issue its products."""
+    if OPTIONS.PING_PONG:
+        tlx.named_barrier_arrive(9 + (OPTIONS.cid + 1) % OPTIONS.CONSUMERS, 256)
+
+
+@triton.jit
+def _keys(consumer, tile, x, BLOCK_K: tl.constexpr):
+    """The keys `[BLOCK_K]` of the block x before a tile's last, counted in the sample."""
+    return tile.begin + (tile.blocks - 1 - x) * BLOCK_K + consumer.columns
+
+
+@triton.jit
+def _seen(consumer, tile, j, TAIL: tl.constexpr, LEFT_EDGE: tl.constexpr, RIGHT_EDGE: tl.constexpr):
+    """Whether a query sees key j `[BLOCK_K]`: `[64, BLOCK_K]`, or `[1, BLOCK_K]`.
+
+    Only what can fail is asked: TAIL, whether the key is there, and the edges of the window.
+    """
+    i, keys, queries = tile.i, tile.keys, tile.queries
+    if RIGHT_EDGE:
+        end = i + keys - queries + consumer.right + 1
+        if TAIL:
+            end = tl.minimum(end, keys)
+        seen = j[None, :] < end[:, None]
+    else:
+        seen = (j < keys)[None, :]
+    if LEFT_EDGE:
+        seen = seen & (j[None, :] >= (i + keys - queries - consumer.left)[:, None])
+    return seen
+
+
+@triton.jit
+def _masked(s, seen, top, total, scale, WINDOW: tl.constexpr):
+    """(top, total, p, shrink) after a block of which only the pairs `seen` count."""
+    s = tl.where(seen, s * scale, -float("inf"))
+    new_top = tl.maximum(top, tl.max(s, 1))
+    finite = new_top
+    if WINDOW:  # else every query has seen a key by now
+        finite = tl.where(new_top == -float("inf"), 0.0, new_top)
+    p = tl.math.exp2(s - finite[:, None])
+    shrink = tl.math.exp2(top - finite)
+    return new_top, total * shrink + tl.sum(p, 1), p, shrink
+
+
+@triton.jit
+def _full(s, top, total, scale, FLIPPED: tl.constexpr):
+    """(top, total, p, shrink) after a block of which every pair counts."""
+    highest = (tl.min(s, 1) if FLIPPED else tl.max(s, 1)) * scale
+    new_top = tl.maximum(top, highest)
+    p = tl.math.exp2(s * scale - new_top[:, None])
+    shrink = tl.math.exp2(top - new_top)
+    return new_top, total * shrink + tl.sum(p, 1), p, shrink
+
+
+@triton.jit
+def _weigh(p, v_tile, out0, out1, OPTIONS: tl.constexpr):
+    """(out0, out1) with the product of probabilities and values added, by halves of the columns.
+
+    Products of one width have one layout. With scores of 64 columns and an output of 128 the
+    compiler would carry the output in two layouts and copy it at every step.
+    """
+    if OPTIONS.PIECES == 1:
+        out0 = tlx.async_dot(p, v_tile, out0)
+    else:
+        out0 = tlx.async_dot(p, tlx.local_slice(v_tile, [0, 0], [OPTIONS.BLOCK_K, 64]), out0)
+        out1 = tlx.async_dot(p, tlx.local_slice(v_tile, [0, 64], [OPTIONS.BLOCK_K, 64]), out1)
+    return out0, out1
+
+
+@triton.jit
+def first_step(consumer, q_tile, tile, top, total, OPTIONS: tl.constexpr):
+    """(weights, top, total) after a CTA's first block; no product runs meanwhile.
+
+    `top` and `total` are those of no keys.
+    """
+    tlx.barrier_wait(consumer.k_full[0], 0)
+    _take_turn(OPTIONS)
+    s = tlx.async_dot(q_tile, tlx.local_trans(consumer.k_tiles[0]))
+    _pass_turn(OPTIONS)
+    s = tlx.async_dot_wait(0, s)
+    tlx.barrier_arrive(consumer.k_empty[0])
+    j = _keys(consumer, tile, 0, OPTIONS.BLOCK_K)
+    seen = _seen(consumer, tile, j, True, OPTIONS.NEAR, OPTIONS.HAS_RIGHT)
+    top, total, weights, shrink = _masked(s, seen, top, total, consumer.scale, OPTIONS.WINDOW)
+    if not OPTIONS.P_WIDE:
+        weights = weights.to(OPTIONS.DTYPE)
+    return weights, top, total
+
+
+@triton.jit
+def step(
+    consumer,
+    q_tile,
+    tile,
+    x,
+    weights,
+    out0,
+    out1,
+    top,
+    total,
+    count,
+    OPTIONS: tl.constexpr,
+    TAIL: tl.constexpr,
+    LEFT_EDGE: tl.constexpr,
+    RIGHT_EDGE: tl.constexpr,
+):
+    """Scores of the block x before a tile's last and, meanwhile, the output of the block before,
+    whose probabilities `weights` has. `count` is the number of the consumer's blocks before.
+
+    Returns (weights, out0, out1, top, total, shrink); the output is that of before, not yet shrunk.
+    """
+    STAGES: tl.constexpr = OPTIONS.STAGES
+    j = _keys(consumer, tile, x, OPTIONS.BLOCK_K)
+    st = count % STAGES
+    before = (count - 1) % STAGES
+    k_tile, k_full, k_empty = consumer.k_tiles[st], consumer.k_full[st], consumer.k_empty[st]
+    k_phase = (count // STAGES) & 1
+    v_tile, v_full = consumer.v_tiles[before], consumer.v_full[before]
+    v_empty, v_phase = consumer.v_empty[before], ((count - 1) // STAGES) & 1
+    tlx.barrier_wait(k_full, k_phase)
+    _take_turn(OPTIONS)
+    s = tlx.async_dot(q_tile, tlx.local_trans(k_tile))
+    tlx.barrier_wait(v_full, v_phase)
+    p = weights.to(OPTIONS.DTYPE)
+    if OPTIONS.P_SHARED:
+        tlx.local_store(consumer.p_tile, p)
+        tlx.fence("async_shared")
+        out0, out1 = _weigh(consumer.p_tile, v_tile, out0, out1, OPTIONS)
+    else:
+        out0, out1 = _weigh(p, v_tile, out0, out1, OPTIONS)
+    _pass_turn(OPTIONS)
+    s = tlx.async_dot_wait(OPTIONS.PIECES, s)
+    tlx.barrier_arrive(k_empty)
+    if TAIL or LEFT_EDGE or RIGHT_EDGE:
+        seen = _seen(consumer, tile, j, TAIL, LEFT_EDGE, RIGHT_EDGE)
+        top, total, weights, shrink = _masked(s, seen, top, total, consumer.scale, OPTIONS.WINDOW)
+    else:
+        top, total, weights, shrink = _full(s, top, total, consumer.scale, OPTIONS.FLIPPED)
+    out0 = tlx.async_dot_wait(0, out0)
+    if OPTIONS.PIECES == 2:
+        out1 = tlx.async_dot_wait(0, out1)
+    tlx.barrier_arrive(v_empty)
+    if not OPTIONS.P_WIDE:  # not before the wait: the product reads the registers of these numbers
+        weights = weights.to(OPTIONS.DTYPE)
+    return weights, out0, out1, top, total, shrink
+
+
+@triton.jit
+def _steps(
+    x_begin,
+    x_end,
+    consumer,
+    q_tile,
+    tile,
+    weights,
+    out0,
+    out1,
+    top,
+    total,
+    count,
+    OPTIONS: tl.constexpr,
+    LEFT_EDGE: tl.constexpr,
+    RIGHT_EDGE: tl.constexpr,
+):
+    """The steps from x_begin to x_end of a tile, after its first; step x has the block x before
+    the last. An edge says that the window may end there within the block.
+    """
+    for x in tl.range(x_begin, x_end):
+        weights, out0, out1, top, total, shrink = step(
+            consumer, q_tile, tile, x, weights, out0, out1, top, total, count, OPTIONS, False,
+            LEFT_EDGE, RIGHT_EDGE,
+        )  # fmt: skip
+        out0 = out0 * shrink[:, None]
+        if OPTIONS.PIECES == 2:
+            out1 = out1 * shrink[:, None]
+        count += 1
+    return weights, out0, out1, top, total, count
+
+
+@triton.jit
+def rest_of_tile(
+    consumer,
+    q_tile,
+    tile,
+    first,
+    weights,
+    out0,
+    out1,
+    top,
+    total,
+    count,
+    OPTIONS: tl.constexpr,
+):
+    """All steps of a tile but the first: those at an edge of the window masked, the others not.
+
+    `first` is the consumer's first query.
+    """
+    # Blocks before `inner` have keys that are right of the window of some query, from `outer` on
+    # keys that are left of it.
+    begin, blocks, keys, queries = tile.begin, tile.blocks, tile.keys, tile.queries
+    inner = 1
+    outer = blocks
+    if OPTIONS.HAS_RIGHT:
+        all_to = tl.minimum(first + keys - queries + consumer.right + 1, keys)
+        inside = tl.maximum(all_to - begin, 0) // OPTIONS.BLOCK_K
+        inner = tl.minimum(tl.maximum(blocks - inside, 1), blocks)
+    if OPTIONS.HAS_LEFT:
+        last = tl.minimum(first + 64, queries) - 1
+        outside = tl.maximum(last + keys - queries - consumer.left - begin, 0) + OPTIONS.BLOCK_K - 1
+        outer = tl.minimum(tl.maximum(blocks - outside // OPTIONS.BLOCK_K, 1), blocks)
+    if OPTIONS.HAS_RIGHT:
+        weights, out0, out1, top, total, count = _steps(
+            1, tl.minimum(inner, outer), consumer, q_tile, tile, weights, out0, out1, top, total,
+            count, OPTIONS, False, True,
+        )  # fmt: skip
+    if OPTIONS.NARROW:
+        weights, out0, out1, top, total, count = _steps(
+            outer, inner, consumer, q_tile, tile, weights, out0, out1, top, total, count, OPTIONS,
+            True, True,
+        )  # fmt: skip
+    weights, out0, out1, top, total, count = _steps(
+        inner, outer, consumer, q_tile, tile, weights, out0, out1, top, total, count, OPTIONS,
+        False, False,
+    )  # fmt: skip
+    if OPTIONS.HAS_LEFT:
+        weights, out0, out1, top, total, count = _steps(
+            tl.maximum(inner, outer), blocks, consumer, q_tile, tile, weights, out0, out1, top,
+            total, count, OPTIONS, True, False,
+        )  # fmt: skip
+    return weights, out0, out1, top, total, count
+
+
+@triton.jit
+def last_product(consumer, weights, out0, out1, count, OPTIONS: tl.constexpr):
+    """(out0, out1) of a CTA's last tile, all of whose scores are worked off."""
+    before = (count - 1) % OPTIONS.STAGES
+    tlx.barrier_wait(consumer.v_full[before], ((count - 1) // OPTIONS.STAGES) & 1)
+    p = weights.to(OPTIONS.DTYPE)
+    out0, out1 = _weigh(p, consumer.v_tiles[before], out0, out1, OPTIONS)
+    out0 = tlx.async_dot_wait(0, out0)
+    if OPTIONS.PIECES == 2:
+        out1 = tlx.async_dot_wait(0, out1)
+    return out0, out1
