@@ -12,6 +12,7 @@ import torch
 from gem.attention.backends import (
     tlx_,
     tlx_backward,
+    tlx_backward_sums,
     tlx_common,
     tlx_forward_steps,
     tlx_forward_tiles,
@@ -213,6 +214,7 @@ BACKWARD = Case(
         "next named barrier: '9' -> '9 + 1'": (1, ONE_ORDER),
         "next named barrier: '11' -> '11 + 1'": (1, ONE_ORDER),
     },
+    [tlx_backward_sums],
 )
 
 SHARED_BACKWARD = Case(
