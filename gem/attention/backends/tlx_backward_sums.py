@@ -41,7 +41,7 @@ def statistics_kernel(
     columns = tl.arange(0, BLOCK_D)
     mask = there[:, None] & (columns < DIM)[None, :]
     out = tl.load(OUT + (r * HEADS + head)[:, None] * DIM + columns[None, :], mask=mask, other=0.0)
-    place = (r * do_row + head * do_head)[:, None]
+    place = (r * do_row + head.to(tl.int64) * do_head)[:, None]
     dout = tl.load(DOUT + place + columns[None, :], mask=mask, other=0.0)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if HAS_DLSE:

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -201,3 +202,12 @@ def test_inputs_that_tma_cannot_describe_are_copied(queries):
     assert not wrong_gradients(problem, first)
     again, _ = differentiated(dataclasses.replace(problem, **odd), 0)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_a_head_of_dout_may_be_far_from_the_first():
+    """More than 2^31 numbers away, though a head's stride has 31 bits. Few pages are touched."""
+    problem = make(None, [70, 5], dtype=torch.float16, heads=3)
+    memory = torch.from_numpy(np.zeros(2**31 + 75 * 64, np.float16))
+    dout = memory.as_strided(problem.dout.shape, (64, 2**30, 1)).copy_(problem.dout)
+    gradients, _ = differentiated(dataclasses.replace(problem, dout=dout), 0)
+    assert not wrong_gradients(problem, gradients)
