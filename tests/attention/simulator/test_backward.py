@@ -157,6 +157,19 @@ def test_windows_of_one_side_and_of_one_key(dim, window):
         assert not wrong_gradients(problem, gradients)
 
 
+@pytest.mark.parametrize("right", [0, 61, 62, 63, None])
+@pytest.mark.parametrize("short", [1, 2], ids="of a step by {}".format)
+@pytest.mark.parametrize(("dim", "queries"), [(64, 128), (128, 64)])
+def test_windows_that_just_fit_into_a_step(dim, queries, short, right):
+    """With left = queries - 2 and right = 62 a window begins and ends in one step, just so."""
+    problem = random_problem(
+        [200, 64, 128, 70], [200, 64, 128, 134], window=(queries - short, right), dim=dim, heads=1,
+        dtype=torch.float16, generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    gradients, _ = differentiated(problem, 0)
+    assert not wrong_gradients(problem, gradients)
+
+
 def test_queries_and_keys_that_see_nothing_have_no_gradient():
     """Causal with more queries than keys, and a window that leaves most keys out."""
     problem = random_problem([130, 40, 70], [5, 0, 70], causal=True, dim=64, dtype=torch.bfloat16)

@@ -8,6 +8,7 @@ import torch
 
 from gem.attention.backends import tlx_
 from gem.attention.simulator import Counts
+from gem.attention.testing import random_problem
 from tests.attention.simulator.helpers import SWITCHES, launched, problem_of, with_all, wrong
 
 Shape = tlx_.Shape
@@ -78,6 +79,20 @@ def test_every_shape(dim, shape):
         outs.append((out, lse))
     for out, lse in outs[1:]:  # the order of tasks does not reach the numbers
         assert torch.equal(out, outs[0][0]) and torch.equal(lse, outs[0][1])
+
+
+@pytest.mark.parametrize("right", [0, 61, 62, 63, None])
+@pytest.mark.parametrize("short", [1, 2], ids="of a block by {}".format)
+@pytest.mark.parametrize(("consumers", "keys"), [(1, 64), (2, 64), (3, 64), (1, 128), (2, 128)])
+def test_windows_that_just_fit_into_a_block(consumers, keys, short, right):
+    """With left = keys - 2 a window begins in a tile's last block, with right = 62 also both begins
+    and ends in another; one key more on a side, and there is no such block."""
+    problem = random_problem(
+        [200, 64, 128, 70], [200, 64, 128, 134], window=(keys - short, right), dim=64, heads=1,
+        dtype=torch.float16, generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    out, lse, _ = launched(problem, Shape(consumers, keys, 2, 1, 160), 0)
+    assert not wrong(problem, out, lse)
 
 
 def test_samples_of_no_rows():
