@@ -2,8 +2,8 @@
 
 Broadcast attention with at most 64 queries has `tlx_hopper_shared_backward`, everything else
 `tlx_hopper_backward`. The latter adds up dQ in an order that is not fixed; where the call asks for
-the same bits on every run, dQ comes from the Triton backend's kernels, at the price of computing
-scores twice.
+the same bits on every run, or the sums would be mostly padding, dQ comes from the Triton backend's
+kernels, at the price of computing scores twice.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from gem.attention.backends.tlx_hopper_shared_backward import hopper_shared_back
 from gem.attention.backends.triton_backward import sum_kernel
 
 BLOCK_K = 128
+# The float32 sums of dQ have whole tiles of queries for every sample. Where that is more than so
+# many times the queries that there are, dQ has a kernel of its own, without sums.
+MOST_PADDING = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +49,23 @@ class Form:
 
 def form_of(call: Call, q: Tensor) -> Form:
     """The form that `backward` takes for a call."""
-    shared = call.form == "broadcast" and call.heads == call.kv_heads and q.shape[0] <= 64
-    return Form("queries") if shared else Form("keys", split=call.deterministic)
+    if call.form == "broadcast":
+        if call.heads == call.kv_heads and q.shape[0] <= 64:
+            return Form("queries")
+        return Form("keys", split=call.deterministic)
+    rows = _statistic_tiles(call, q, _step_rows(call)).shape[0] * _step_rows(call)
+    wasteful = rows > MOST_PADDING * int(call.q_lengths.sum())
+    return Form("keys", split=call.deterministic or wasteful)
+
+
+def _step_rows(call: Call) -> int:
+    """Queries of a step of the kernel that keeps keys."""
+    return 8192 // block_columns(call)
+
+
+def _statistic_tiles(call: Call, q: Tensor, block: int) -> Tensor:
+    queries = triton_.queries_of(call, q)
+    return schedule.schedule("statistic_tiles", call.k_lengths, queries, block, q.device)
 
 
 def backward(
@@ -107,13 +125,10 @@ class _Backward:
         self.dout = readable(dout.reshape(-1, call.heads, call.head_dim))
         self.broadcast = call.form == "broadcast"
         self.block_d = block_columns(call)
-        self.block_q = 64 if form.kept == "queries" else 8192 // self.block_d
+        self.block_q = 64 if form.kept == "queries" else _step_rows(call)
         self.dq = None if form.split else torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.dk, self.dv = triton_.key_results(call, k, v)
-        queries = triton_.queries_of(call, q)
-        self.tiles = schedule.schedule(
-            "statistic_tiles", call.k_lengths, queries, self.block_q, q.device
-        )
+        self.tiles = _statistic_tiles(call, q, self.block_q)
         self.stats = self.tiles.shape[0] * self.block_q
         self.delta = torch.empty((call.heads, self.stats), dtype=torch.float32, device=q.device)
         self.lse2 = torch.empty_like(self.delta)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from gem.attention.backends.tlx_backward import form_of
 from gem.attention.simulator import Counts
-from gem.attention.testing import assert_close_to_reference, random_problem
+from gem.attention.testing import assert_close_to_reference, call_of, random_problem
 from tests.attention.simulator.helpers import (
     differentiated,
     expected,
@@ -79,6 +80,15 @@ def test_many_layouts_under_many_seeds(capsys):
 def test_tiles_under_a_window_may_visit_their_queries_in_any_order(dim, window):
     problem = make(None, [700, 0, 129, 330], dim=dim, kv_heads=1, window=window)
     gradients, _ = differentiated(problem, 0, 5, rotate=True)
+    assert not wrong_gradients(problem, gradients)
+
+
+@pytest.mark.parametrize(("q_lengths", "split"), [([1] * 9, True), ([40, 1, 60, 300], False)])
+def test_sums_of_dq_are_not_mostly_padding(q_lengths, split):
+    """One query for every sample would need 64 rows of sums, or 128."""
+    problem = random_problem(q_lengths, [70] * len(q_lengths), dim=64, dtype=torch.bfloat16)
+    assert form_of(call_of(problem), problem.q).split is split
+    gradients, _ = differentiated(problem, 0)
     assert not wrong_gradients(problem, gradients)
 
 
