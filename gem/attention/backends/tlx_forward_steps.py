@@ -70,6 +70,8 @@ class Tile(NamedTuple):
     """A consumer's queries of a tile and what they see.
 
     Not to be carried by a loop: the compiler would find other layouts for what does not change.
+    Triton's cache does not see this class: its fields change together with the calls that fill them
+    by position.
 
     Attributes:
         i: the 64 queries, counted in the sample.
