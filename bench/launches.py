@@ -36,6 +36,7 @@ from torch import Tensor
 
 from bench import machine
 from bench.inputs import fresh_seed, make_problems
+from bench.row import GRADIENTS
 from bench.shapes import Row, choose, load
 from bench.timing import in_rounds, short_reason, side_stream
 from gem.attention.backends import tlx_, tlx_backward, triton_
@@ -44,7 +45,6 @@ from gem.attention.testing import Judge, Problem, call_of
 
 SWITCHES = {"p": "ping_pong", "w": "p_wide", "k": "keep_q", "c": "counter"}
 _SHAPE = re.compile(r"(\d)x(\d+)\.(\d)\.(\d)\.(\d+)([pwkc]*)")
-GRADIENTS = ("dq", "dk", "dv")
 
 
 def shape_from(text: str) -> tlx_.Shape:
@@ -96,8 +96,8 @@ def backwards(problem: Problem) -> dict[str, Callable[[], dict]]:
     call = dataclasses.replace(forward, direction="backward")
     given = (call, problem.dout, None, *inputs, *tlx_.forward(forward, *inputs))
 
-    def backward(launch: Callable, *form: Form) -> dict[str, Tensor]:
-        return dict(zip(GRADIENTS, launch(*given, *form), strict=True))
+    def backward(function: Callable, *form: Form) -> dict[str, Tensor]:
+        return dict(zip(GRADIENTS, function(*given, *form), strict=True))
 
     forms = [form_of(call, problem.q), Form("keys"), Form("keys", split=True)]
     if None not in (call.left, call.right):
@@ -107,7 +107,7 @@ def backwards(problem: Problem) -> dict[str, Callable[[], dict]]:
         words = (form.kept, "split" * form.split, "rotate" * form.rotate)
         name = " ".join(filter(None, words))
         name = f"chosen ({name})" if form == forms[0] else name
-        found[name] = partial(backward, tlx_backward.launch, form)
+        found[name] = partial(backward, tlx_backward.backward, form)
     return found | {"triton": partial(backward, triton_.backward)}
 
 

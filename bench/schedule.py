@@ -48,8 +48,8 @@ def builders(row: Row) -> dict[str, Callable[[torch.Tensor], object]]:
     block_d = 64 if row.dim <= 64 else 128
     mean = row.density * row.max_keys
     means = (row.queries if row.broadcast else mean), mean
-    shape = tlx_.forward_shape(block_d, row.broadcast, *means, row.sides[0] is not None)
-    block_q = 8192 // block_d  # of the backward
+    shape = tlx_.forward_shape(block_d, row.broadcast, *means, left is not None)
+    block_q = tlx_backward.step_rows(block_d)
 
     def queries(lengths: torch.Tensor) -> torch.Tensor | int:
         return row.queries if row.broadcast else lengths
@@ -65,7 +65,8 @@ def builders(row: Row) -> dict[str, Callable[[torch.Tensor], object]]:
         )
 
     found = {"dealt_tiles": dealt_tiles}
-    if row.broadcast and row.queries <= 64 and row.heads == row.kv_heads:
+    kept = row.broadcast and tlx_backward.keeps_queries(row.queries, row.heads, row.kv_heads)
+    if kept:
         workers, block_q = PROCESSORS // row.heads, 64
         found["key_segments"] = lambda x: schedule.key_segments(x, workers, CPU)
     else:

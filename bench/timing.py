@@ -164,20 +164,28 @@ def _by_graph(
     min_ms: float,
 ) -> float:
     """Median milliseconds of one call, by replays of a graph: of many where none is estimated."""
-    graph, count = capture(calls, device), len(calls)
+    if estimate is None:
+        graph, count, replay = _long_graph(calls, device)
+    else:
+        graph, count, replay = capture(calls, device), len(calls), estimate
     try:
-        if estimate is None:
-            replay = min(_replay_ms(graph, 3)[1:]) * 1e-3
-            rounds = min(MAX_CALLS // count, math.ceil(GRAPH_SECONDS / max(replay, 1e-6)))
-            if rounds > 1:
-                graph.reset()
-                graph, count = capture([*calls] * rounds, device), count * rounds
-                replay = min(_replay_ms(graph, 2)) * 1e-3
-        else:
-            replay = estimate
         return statistics.median(_replay_ms(graph, _repeats(replay, min_ms))) / count
     finally:
         graph.reset()
+
+
+def _long_graph(
+    calls: Sequence[Callable[[], object]], device: torch.device
+) -> tuple[torch.cuda.CUDAGraph, int, float]:
+    """A graph of the calls, repeated where they are short; calls in it, seconds of a replay."""
+    graph, count = capture(calls, device), len(calls)
+    replay = min(_replay_ms(graph, 3)[1:]) * 1e-3
+    rounds = min(MAX_CALLS // count, math.ceil(GRAPH_SECONDS / max(replay, 1e-6)))
+    if rounds > 1:
+        graph.reset()
+        graph, count = capture([*calls] * rounds, device), count * rounds
+        replay = min(_replay_ms(graph, 2)) * 1e-3
+    return graph, count, replay
 
 
 def in_rounds(
@@ -196,13 +204,8 @@ def in_rounds(
             for call in calls:  # what a first call sets up is done before
                 call()
             synchronize(device)
-            graph = capture(calls, device)
-            replay = min(_replay_ms(graph, 3)) * 1e-3
-            more = max(1, min(MAX_CALLS // len(calls), int(GRAPH_SECONDS / max(replay, 1e-6))))
-            if more > 1:
-                graph.reset()
-                graph = capture([*calls] * more, device)
-            graphs[name] = graph, len(calls) * more, _repeats(replay * more, min_ms)
+            graph, count, replay = _long_graph(calls, device)
+            graphs[name] = graph, count, _repeats(replay, min_ms)
         for _ in range(rounds):
             for name, (graph, count, repeats) in graphs.items():
                 taken[name].append(statistics.median(_replay_ms(graph, repeats)) / count)

@@ -50,17 +50,23 @@ class Form:
 def form_of(call: Call, q: Tensor) -> Form:
     """The form that `backward` takes for a call."""
     if call.form == "broadcast":
-        if call.heads == call.kv_heads and q.shape[0] <= 64:
+        if keeps_queries(q.shape[0], call.heads, call.kv_heads):
             return Form("queries")
         return Form("keys", split=call.deterministic)
-    rows = _statistic_tiles(call, q, _step_rows(call)).shape[0] * _step_rows(call)
+    block = step_rows(block_columns(call))
+    rows = _statistic_tiles(call, q, block).shape[0] * block
     wasteful = rows > MOST_PADDING * int(call.q_lengths.sum())
     return Form("keys", split=call.deterministic or wasteful)
 
 
-def _step_rows(call: Call) -> int:
+def keeps_queries(queries: int, heads: int, kv_heads: int) -> bool:
+    """Whether a CTA can keep the queries of broadcast attention, with their dQ, for its life."""
+    return queries <= 64 and heads == kv_heads
+
+
+def step_rows(block_d: int) -> int:
     """Queries of a step of the kernel that keeps keys."""
-    return 8192 // block_columns(call)
+    return 8192 // block_d
 
 
 def _statistic_tiles(call: Call, q: Tensor, block: int) -> Tensor:
@@ -77,25 +83,12 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    form: Form | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv; see `gem.attention.backends`."""
-    return launch(call, dout, dlse, q, k, v, out, lse, form_of(call, q))
-
-
-def launch(
-    call: Call,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    form: Form,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward by kernels of this form."""
+    """dq, dk and dv; see `gem.attention.backends`. `form` is chosen unless it is given."""
     if not q.shape[0] or not int(call.k_lengths.sum()):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    form = form or form_of(call, q)
     work = _Backward(call, dout, dlse, q, k, v, out, lse, form)
     if form.kept == "queries":
         work.add_all_shared()
@@ -125,7 +118,7 @@ class _Backward:
         self.dout = readable(dout.reshape(-1, call.heads, call.head_dim))
         self.broadcast = call.form == "broadcast"
         self.block_d = block_columns(call)
-        self.block_q = 64 if form.kept == "queries" else _step_rows(call)
+        self.block_q = 64 if form.kept == "queries" else step_rows(self.block_d)
         self.dq = None if form.split else torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.dk, self.dv = triton_.key_results(call, k, v)
         self.tiles = _statistic_tiles(call, q, self.block_q)

@@ -77,7 +77,7 @@ def differentiated(
     inputs = problem.q, problem.k, problem.v
     form = dataclasses.replace(tlx_backward.form_of(call, problem.q), rotate=rotate)
     with simulated(seed=seed, processors=processors, trace=trace) as counts:
-        gradients = tlx_backward.launch(call, problem.dout, dlse, *inputs, out, lse, form)
+        gradients = tlx_backward.backward(call, problem.dout, dlse, *inputs, out, lse, form)
     return gradients, counts
 
 
