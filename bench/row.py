@@ -270,7 +270,7 @@ def summarise(
         "tflops": {n: flops / t / 1e9 for n, t in ms.items()},
         "host_us": {n: o.timing.host_us for n, o in timed.items()},
         "timer": {n: o.timing.timer for n, o in timed.items()},
-        "cost_s": {n: round(o.cost_s, 2) for n, o in outcomes.items() if o.cost_s},
+        "cost_s": {n: round(o.cost_s, 4) for n, o in outcomes.items() if o.cost_s},
         "peak_gib": {n: o.peak_gib for n, o in timed.items() if o.peak_gib is not None},
         "routes": {n: o.route for n, o in timed.items() if o.route},
         "notes": {n: o.timing.note for n, o in timed.items() if o.timing.note},
