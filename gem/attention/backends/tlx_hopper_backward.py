@@ -347,7 +347,7 @@ def hopper_backward_kernel(
     q_full = tlx.alloc_barriers(Q_STAGES, arrive_count=1)
     q_empty = tlx.alloc_warp_barrier(Q_STAGES, 4, 2)
     turns = dealt_turns(tiles, 1)
-    # Named barriers: at 9 + cid a consumer waits for the other one's dS, at 11 + cid for its last dQ.
+    # Named barriers: at 9 + cid a consumer waits for the other's dS, at 11 + cid for its last dQ.
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
