@@ -26,10 +26,11 @@ import torch
 
 from bench import machine, report
 from bench.inputs import fresh_seed
+from bench.lost import DeviceLost
 from bench.peers import contenders as all_contenders
 from bench.results_file import ResultsFile, read
 from bench.roofline import measure_ceilings
-from bench.row import PASSES, DeviceLost, Measured, Outcome, measure_row, summarise
+from bench.row import PASSES, Measured, Outcome, measure_row, summarise
 from bench.shapes import SHAPES, Row, choose, load
 from bench.timing import short_reason, side_stream
 
@@ -211,7 +212,7 @@ def progress(direction: str, outcomes: dict[str, Outcome], ratio: float | None) 
     parts = []
     for name, outcome in outcomes.items():
         if outcome.timing is not None:
-            mark = {"graph": "", "wall": "", "profiler": "~", "events": "<"}[outcome.timing.timer]
+            mark = {"profiler": "~", "events": "<"}.get(outcome.timing.timer, "")
             parts.append(f"{name} {mark}{outcome.timing.ms:.3f}")
         elif outcome.compared is not None:
             parts.append(f"{name} BROKEN")

@@ -1,8 +1,10 @@
-"""One row of the benchmark: every contender on the same fresh data, checked and then timed."""
+"""One row of the benchmark: every contender on the same fresh data, checked and then timed.
+
+Each is timed alone; those that come out close together are then timed in turns (bench/turns.py).
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import math
@@ -12,22 +14,16 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from bench.inputs import make_problems
+from bench.lost import check_device
 from bench.peers.base import Contender, Route, Unavailable
 from bench.roofline import roofline_ms
 from bench.shapes import Row
 from bench.timing import Timing, is_slow, measure, short_reason, synchronize, with_peak
+from bench.turns import retime
 from gem.attention.testing import Comparison, Judge
 
 PASSES = ("forward", "backward")
 GRADIENTS = ("dq", "dk", "dv")
-
-
-class DeviceLost(RuntimeError):
-    """A contender left the GPU unusable for this process."""
-
-    def __init__(self, contender: str, direction: str, reason: str) -> None:
-        super().__init__(f"{contender} ({direction}) left the GPU unusable: {reason}")
-        self.contender, self.direction, self.reason = contender, direction, reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +35,8 @@ class Outcome:
         compared: each result beside the yardstick.
         timing, peak_gib: None where the rule is broken.
         route: the label of its fastest route.
-        cost_s: wall seconds that all its routes took: to build, compile, check and time.
+        cost_s: wall seconds that all its routes took: to build, compile, check and time, its share
+            of the turns included.
     """
 
     skipped: str | None = None
@@ -115,6 +112,8 @@ def measure_row(
         found = run_contender(contender, problems, passes, judge, min_ms, faults or {})
         for direction, outcome in found.items():
             outcomes[direction][contender.name] = outcome
+    for direction, found in outcomes.items():
+        outcomes[direction] = retime(contenders, found, problems, direction, min_ms)
     return Measured(outcomes, judge.yardstick, len(problems), judge_s)
 
 
@@ -154,7 +153,7 @@ def run_contender(
                 for route in routes or ():
                     route.release()
                 gc.collect()
-                _check_device(problems[0].q.device, contender.name, direction)
+                check_device(problems[0].q.device, contender.name, direction)
             tried[direction].append(outcome)
             clock.charge(direction)
         del routes
@@ -216,19 +215,6 @@ def _time_route(
         if not forward:
             for route in routes:
                 route.release()
-
-
-def _check_device(device: torch.device, contender: str, direction: str) -> None:
-    """Raises DeviceLost where the GPU's error outlives the call that made it."""
-    if device.type != "cuda":
-        return
-    with contextlib.suppress(Exception):  # an error of the call itself may be reported once more
-        torch.cuda.synchronize(device)
-    try:
-        torch.cuda.synchronize(device)
-        assert float(torch.ones(1, device=device).sum()) == 1.0
-    except Exception as error:  # noqa: BLE001
-        raise DeviceLost(contender, direction, short_reason(error)) from error
 
 
 def summarise(

@@ -6,6 +6,9 @@ the profiler. Launching from the host does not count; it has its own figure. A c
 than ONE_CALL seconds with nothing to set up is not run again for that: the time between events
 around it stands, which is an upper bound, since the GPU may have waited for the host.
 
+`measure` times one contender alone, `in_rounds` several that take turns, so that a clock that falls
+as the GPU gets hot is the same for all.
+
 Everything runs on one side stream, since autograd runs a backward on its forward's stream and a
 capture may not touch the default one.
 """
@@ -38,10 +41,12 @@ class Timing:
     """One contender's figures.
 
     Attributes:
-        ms: GPU milliseconds of one call, the median over its repeats; by "events" at most so many.
-        timer: "graph", "profiler", "events" or (on a CPU) "wall".
+        ms: GPU milliseconds of one call, the median over its repeats (in "turns" over the rounds'
+            medians); by "events" at most so many.
+        timer: "turns" (graphs that took turns with those of contenders about as fast), "graph"
+            (one alone), "profiler", "events" or (on a CPU) "wall".
         host_us: microseconds until a call has been launched, without waiting for it.
-        note: why it is not the time of a graph, where that is so.
+        note: why it is not the time of a graph, or of turns that were tried, where that is so.
     """
 
     ms: float
@@ -193,26 +198,44 @@ def in_rounds(
     device: torch.device,
     rounds: int = 5,
     min_ms: float = 12.0,
+    on_failure: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, float]:
     """Milliseconds of one call of each contender, which take turns: the median over the rounds.
 
-    Each has a graph of its calls, replayed for at least `min_ms` in every round.
+    Each has a graph of its calls, replayed for at least `min_ms` in every round. `on_failure` is
+    told the name and the error of one that fails, which then has no figure; the others go on.
+    Without it the error is raised.
     """
-    graphs, taken = {}, {name: [] for name in contenders}
+    graphs, taken, failed = {}, {name: [] for name in contenders}, set()
+
+    @contextlib.contextmanager
+    def guarded(name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - any library may fail in its own way
+            if on_failure is None:
+                raise
+            failed.add(name)
+            on_failure(name, error)
+
     try:
         for name, calls in contenders.items():
-            for call in calls:  # what a first call sets up is done before
-                call()
-            synchronize(device)
-            graph, count, replay = _long_graph(calls, device)
-            graphs[name] = graph, count, _repeats(replay, min_ms)
+            with guarded(name):
+                for call in calls:  # what a first call sets up is done before
+                    call()
+                synchronize(device)
+                graph, count, replay = _long_graph(calls, device)
+                graphs[name] = graph, count, _repeats(replay, min_ms)
         for _ in range(rounds):
             for name, (graph, count, repeats) in graphs.items():
-                taken[name].append(statistics.median(_replay_ms(graph, repeats)) / count)
+                if name not in failed:
+                    with guarded(name):
+                        taken[name].append(statistics.median(_replay_ms(graph, repeats)) / count)
     finally:
         for graph, *_ in graphs.values():
-            graph.reset()
-    return {name: statistics.median(times) for name, times in taken.items()}
+            with contextlib.suppress(RuntimeError):  # where the device is lost
+                graph.reset()
+    return {name: statistics.median(taken[name]) for name in contenders if name not in failed}
 
 
 def capture(calls: Sequence[Callable[[], object]], device: torch.device) -> torch.cuda.CUDAGraph:

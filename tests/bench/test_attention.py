@@ -11,13 +11,14 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from bench import attention
 from bench.inputs import make_problems
+from bench.lost import DeviceLost
 from bench.peers import contenders
 from bench.peers.base import AutogradRoute, Contender, Unavailable
 from bench.peers.flex import FlexRoute, block_mask, find_blocks
 from bench.peers.ours import BackendRoute
 from bench.peers.padded import PaddedRoute
 from bench.results_file import read
-from bench.row import DeviceLost, measure_row
+from bench.row import measure_row
 from bench.shapes import load
 from gem.attention.reference import visible
 from gem.attention.testing import Judge

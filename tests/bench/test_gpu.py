@@ -6,7 +6,9 @@ import importlib
 import pytest
 import torch
 
+from bench import turns
 from bench.peers import contenders
+from bench.peers.base import Contender
 from bench.rivals import RIVALS
 from bench.row import measure_row
 from bench.shapes import Row
@@ -74,6 +76,37 @@ def test_flex_serves_rows_of_other_lengths_one_after_the_other():
             )
             for outcomes in measured.outcomes.values():
                 assert outcomes["flex"].holds, outcomes["flex"].skipped
+
+
+@pytest.mark.parametrize("name", ["triton", "sdpa_padded", "flex"])
+def test_twins_take_turns_and_nothing_is_compiled_again(name, monkeypatch):
+    def retime(*args):
+        with torch.compiler.set_stance("fail_on_recompile"):
+            return turns.retime(*args)
+
+    monkeypatch.setattr("bench.row.retime", retime)
+    monkeypatch.setattr("bench.turns.NEAR", 10)
+    one, two = Renamed(contenders()[name], "one"), Renamed(contenders()[name], "two")
+    with side_stream(GPU):
+        measured = measure_row(
+            ROWS[2],
+            [one, two],
+            ["forward", "backward"],
+            dtype=torch.bfloat16,
+            device=GPU,
+            seed=1,
+            min_ms=4,
+        )
+    for outcomes in measured.outcomes.values():
+        for outcome in outcomes.values():
+            assert outcome.timing.timer == "turns", outcome
+            assert outcome.timing.ms > 0 and outcome.timing.note is None
+
+
+class Renamed(Contender):
+    def __init__(self, contender, name):
+        self.name, self.routes = name, contender.routes
+        self.last_resorts = contender.last_resorts
 
 
 def test_a_graph_the_profiler_and_events_agree(monkeypatch):
