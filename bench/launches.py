@@ -100,11 +100,11 @@ def backwards(problem: Problem) -> dict[str, Callable[[], dict]]:
         return dict(zip(GRADIENTS, function(*given, *form), strict=True))
 
     forms = [form_of(call, problem.q), Form("keys"), Form("keys", split=True)]
-    if None not in (call.left, call.right):
-        forms.append(Form("keys", rotate=True))
+    if call.form == "jagged" and call.left is None and call.right is None:
+        forms.append(Form("keys", whole=True))
     found = {}
     for form in dict.fromkeys(forms):
-        words = (form.kept, "split" * form.split, "rotate" * form.rotate)
+        words = (form.kept, "split" * form.split, "whole" * form.whole)
         name = " ".join(filter(None, words))
         name = f"chosen ({name})" if form == forms[0] else name
         found[name] = partial(backward, tlx_backward.backward, form)

@@ -205,6 +205,24 @@ def dealt_tiles(
     return _split(table, device)
 
 
+@dataclasses.dataclass(frozen=True)
+class KeyTiles:
+    """Tiles of keys for the CTAs of a persistent kernel, a list for each.
+
+    Attributes:
+        table: int32 `[most turns * ctas, 10]`: the columns of `DealtTiles` with queries and keys
+            exchanged, the sample's first row in `statistic_tiles`, and the tile's order among those
+            that add to its queries' gradient: 0 where any may come first. A whole sample is one
+            CTA's, in the order of its keys: 1 for its first tile of a head, 2 for those after it.
+        turns: int32 `[ctas]`; CTA c has rows c, ctas + c, ... so many.
+        empty: int32 `[n, 9]`, tiles that no query sees.
+    """
+
+    table: Tensor
+    turns: Tensor
+    empty: Tensor
+
+
 @register("dealt_keys")
 def dealt_keys(
     k_lengths: Tensor,
@@ -216,31 +234,77 @@ def dealt_keys(
     block_q: int,
     device: torch.device,
     ctas: int = 1,
-) -> DealtTiles:
+    whole: int = 0,
+) -> KeyTiles:
     """Tiles of `block_k` keys of one key head, those that the most queries see first.
 
-    As `dealt_tiles` with queries and keys exchanged; begin is a multiple of `block_q`, and a ninth
-    column has the sample's first row in `statistic_tiles`.
+    They are dealt to the CTAs in a zig-zag, as `dealt_tiles`; begin is a multiple of `block_q`.
+    Samples of at most `whole` keys come after all others, the longest first, each to one CTA; then
+    no side of the window may be bounded.
     """
     if not isinstance(queries, Tensor):
         queries = torch.full_like(k_lengths, queries)
     padded = (queries + block_q - 1) // block_q * block_q
-    stats = padded.cumsum(0) - padded
+    none = torch.zeros_like(padded)
     # Key j sees query i exactly if i sees j, with left and right exchanged.
-    table = _deal(queries, k_lengths, right, left, heads, block_k, block_q, ctas, stats)
-    return _split(table, device, block_q)
+    table = _deal(
+        queries,
+        k_lengths,
+        right,
+        left,
+        heads,
+        block_k,
+        block_q,
+        ctas,
+        padded.cumsum(0) - padded,
+        none,
+    )
+    tiles = _split(table, torch.device("cpu"), block_q)
+    table = tiles.table
+    is_whole = table[:, 5] <= whole
+    dealt, rest = (table, table[:0]) if not whole else (table[~is_whole], table[is_whole])
+    cta = _zigzag(dealt.shape[0], ctas)
+    if rest.shape[0]:
+        first = rest[:, 6] == 0
+        rest[:, 9] = 2 - first.int()
+        pair, blocks = first.cumsum(0) - 1, _blocks(rest, block_q)
+        work = torch.zeros(int(pair[-1]) + 1, dtype=torch.int32).index_add_(0, pair, blocks)
+        had = torch.zeros(ctas, dtype=torch.int32).index_add_(0, cta, _blocks(dealt, block_q))
+        of_pair = torch.empty_like(pair[: work.shape[0]])
+        place = _zigzag(work.shape[0], ctas)
+        of_pair[work.argsort(descending=True, stable=True)] = had.argsort(stable=True)[place]
+        table, cta = torch.cat((dealt, rest)), torch.cat((cta, of_pair[pair]))
+    turns = torch.bincount(cta, minlength=ctas)
+    order = cta.argsort(stable=True)
+    turn = torch.arange(cta.shape[0]) - (turns.cumsum(0) - turns)[cta[order]]
+    lists = table.new_zeros(int(turns.max()) * ctas, table.shape[1])
+    lists[turn * ctas + cta[order]] = table[order]
+    parts = lists, turns.to(torch.int32), tiles.empty
+    return KeyTiles(*(part.to(device, non_blocking=True) for part in parts))
+
+
+def _zigzag(count: int, ctas: int) -> Tensor:
+    """The CTA that gets each of `count`: all in turn, every other turn in reverse order."""
+    turn, place = torch.arange(count) // ctas, torch.arange(count) % ctas
+    return torch.where(turn % 2 == 0, place, ctas - 1 - place)
 
 
 @register("statistic_tiles")
 def statistic_tiles(
-    k_lengths: Tensor, queries: Tensor | int, block: int, device: torch.device
+    k_lengths: Tensor, queries: Tensor | int, block: int, device: torch.device, whole: int = 0
 ) -> Tensor:
-    """int32 `[tiles, 2]` of (first row, rows): queries in blocks, every sample's from a new one."""
+    """int32 `[tiles, 3]` of (first row, rows, whether sums of their gradient must begin as 0).
+
+    Queries in blocks, every sample's from a new one. Samples of at most `whole` keys begin with
+    what the first tile of their keys writes, if there is one.
+    """
     if not isinstance(queries, Tensor):
         queries = torch.full_like(k_lengths, queries)
     sample, number = _pieces(queries, block)
     first = (queries.cumsum(0) - queries)[sample] + number * block
-    return _table(first, (queries[sample] - number * block).clamp(max=block), device=device)
+    rows = (queries[sample] - number * block).clamp(max=block)
+    is_whole = (k_lengths > 0) & (k_lengths <= whole)
+    return _table(first, rows, ~is_whole[sample], device=device)
 
 
 def _deal(

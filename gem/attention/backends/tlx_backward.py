@@ -27,6 +27,11 @@ BLOCK_K = 128
 # The float32 sums of dQ have whole tiles of queries for every sample. Where that is more than so
 # many times the queries that there are, dQ has a kernel of its own, without sums.
 MOST_PADDING = 4
+# Samples of so many keys are one CTA's. Each CTA then reads queries of its own, and those of all
+# should stay in the L2 cache from one tile of a sample to the next.
+WHOLE_KEYS = 256
+# CTAs should have at least so many whole samples, or they end at different times.
+LEAST_WHOLE = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +43,14 @@ class Form:
             attention without grouped heads, at most 64.
         split: with "keys", whether dQ has a kernel of its own. Nothing is then added to in global
             memory, so that every run has the same bits; with "queries" nothing is anyway.
-        rotate: with "keys" and a window of two sides, whether tiles whose windows overlap visit
-            their queries at the same time, so that these need not stay in the L2 cache for long.
+        whole: with "keys" of jagged attention without a window, whether samples of at most
+            WHOLE_KEYS keys are whole: one CTA has all of their keys, and its first tile writes the
+            sums of dQ, so that nobody clears them and they come from the L2 cache.
     """
 
     kept: str
     split: bool = False
-    rotate: bool = False
+    whole: bool = False
 
 
 def form_of(call: Call, q: Tensor) -> Form:
@@ -55,8 +61,17 @@ def form_of(call: Call, q: Tensor) -> Form:
         return Form("keys", split=call.deterministic)
     block = step_rows(block_columns(call))
     rows = _statistic_tiles(call, q, block).shape[0] * block
-    wasteful = rows > MOST_PADDING * int(call.q_lengths.sum())
-    return Form("keys", split=call.deterministic or wasteful)
+    if rows > MOST_PADDING * int(call.q_lengths.sum()):
+        return Form("keys", split=True)
+    if call.left is not None or call.right is not None:
+        return Form("keys", split=call.deterministic)
+    seen = (call.q_lengths > 0) & (call.k_lengths > 0)
+    short = seen & (call.k_lengths <= WHOLE_KEYS)
+    if call.deterministic:
+        fixed = bool((seen == short).all())  # only whole samples are added up in a fixed order
+        return Form("keys", split=not fixed, whole=fixed)
+    enough = int(short.sum()) * call.kv_heads >= LEAST_WHOLE * processors(q.device)
+    return Form("keys", whole=enough)
 
 
 def keeps_queries(queries: int, heads: int, kv_heads: int) -> bool:
@@ -69,9 +84,9 @@ def step_rows(block_d: int) -> int:
     return 8192 // block_d
 
 
-def _statistic_tiles(call: Call, q: Tensor, block: int) -> Tensor:
+def _statistic_tiles(call: Call, q: Tensor, block: int, whole: int = 0) -> Tensor:
     queries = triton_.queries_of(call, q)
-    return schedule.schedule("statistic_tiles", call.k_lengths, queries, block, q.device)
+    return schedule.schedule("statistic_tiles", call.k_lengths, queries, block, q.device, whole)
 
 
 def backward(
@@ -115,29 +130,37 @@ class _Backward:
     ) -> None:
         self.call, self.form = call, form
         self.q, self.k, self.v = readable(q), readable(k), readable(v)
-        self.dout = readable(dout.reshape(-1, call.heads, call.head_dim))
+        self.out, self.dout = (
+            readable(x.reshape(-1, call.heads, call.head_dim)) for x in (out, dout)
+        )
+        self.lse = lse.contiguous()
+        self.dlse = None if dlse is None else dlse.float().contiguous()
         self.broadcast = call.form == "broadcast"
         self.block_d = block_columns(call)
-        self.block_q = 64 if form.kept == "queries" else step_rows(self.block_d)
         self.dq = None if form.split else torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.dk, self.dv = triton_.key_results(call, k, v)
-        self.tiles = _statistic_tiles(call, q, self.block_q)
+
+    def _statistics(self) -> None:
+        """Tiles of queries, their delta and log-sum-exp, and the sums of dQ, 0 where need be."""
+        call, device = self.call, self.q.device
+        self.block_q = step_rows(self.block_d)
+        self.whole = WHOLE_KEYS if self.form.whole else 0
+        self.tiles = _statistic_tiles(call, self.q, self.block_q, self.whole)
         self.stats = self.tiles.shape[0] * self.block_q
-        self.delta = torch.empty((call.heads, self.stats), dtype=torch.float32, device=q.device)
+        self.delta = torch.empty((call.heads, self.stats), dtype=torch.float32, device=device)
         self.lse2 = torch.empty_like(self.delta)
         self.sums, clear = self._sums()
         triton_.run(
             statistics_kernel,
             (self.tiles.shape[0], call.heads),
-            *(out.contiguous(), self.dout, lse.contiguous()),
-            dlse if dlse is None else dlse.float().contiguous(),
+            *(self.out, self.dout, self.lse, self.dlse),
             *(self.delta, self.lse2, self.sums if clear else None, self.tiles),
-            *(self.stats, *self.dout.stride()[:2]),
+            *(self.stats, *self.out.stride()[:2], *self.dout.stride()[:2]),
             HEADS=call.heads,
             DIM=call.head_dim,
             BLOCK=self.block_q,
             BLOCK_D=self.block_d,
-            HAS_DLSE=dlse is not None,
+            HAS_DLSE=self.dlse is not None,
             CLEAR=clear,
         )
 
@@ -148,25 +171,26 @@ class _Backward:
         """
         rows, tile = self.q.shape[0] if self.broadcast else self.stats, 64 * self.block_d
         tiles = triton.cdiv(rows, self.block_q) * (self.block_q // 64)
-        if self.form.split or self.form.kept == "queries" or not tiles:
+        if self.form.split or not tiles:
             return torch.empty((1, 1, tile), dtype=torch.float32, device=self.q.device), False
         size = tiles, self.call.heads, tile
         if self.broadcast:
             return torch.zeros(size, dtype=torch.float32, device=self.q.device), False
         return torch.empty(size, dtype=torch.float32, device=self.q.device), True
 
-    def _descriptors(self, k_rows: int, dv_columns: int) -> tuple:
+    def _descriptors(self, k_rows: int, dv_columns: int, *more: Tensor) -> tuple:
         return (
             ragged(self.q, 64, self.block_d),
             ragged(self.k, k_rows, self.block_d),
-            *(ragged(x, 64, self.block_d) for x in (self.v, self.dout, self.dk)),
+            *(ragged(x, 64, self.block_d) for x in (self.v, *more, self.dout, self.dk)),
             ragged(self.dv, 64, dv_columns),
         )
 
     def add_keys(self) -> None:
         """Writes dk and dv and, unless it has a kernel of its own, dq."""
         call, form = self.call, self.form
-        tiles: schedule.DealtTiles = schedule.schedule(
+        self._statistics()
+        tiles: schedule.KeyTiles = schedule.schedule(
             "dealt_keys",
             call.k_lengths,
             triton_.queries_of(call, self.q),
@@ -177,28 +201,26 @@ class _Backward:
             self.block_q,
             self.q.device,
             processors(self.q.device),
+            self.whole,
         )
         if tiles.empty.shape[0]:
             self.dk.zero_()
             self.dv.zero_()
-        heads, block_d, windowed = call.heads, self.block_d, None not in (call.left, call.right)
-        flat, count = self.sums.view(-1, 32), tiles.table.shape[0]
+        heads, block_d = call.heads, self.block_d
+        flat = self.sums.view(-1, 32)
         triton_.run(
             hopper_backward_kernel,
-            (min(count, processors(self.q.device)),),
+            (tiles.turns.shape[0],),
             *self._descriptors(BLOCK_K, 64),
             TensorDescriptor(flat, list(flat.shape), [32, 1], [2 * block_d, 32]),
-            *(self.lse2, self.delta, tiles.table, count, self.stats),
+            *(self.lse2, self.delta, tiles.table, tiles.turns, self.stats),
             *(call.scale * triton_.LOG2_E, call.scale, call.left or 0, call.right or 0),
-            # Steps of a tile whose window nothing cuts off.
-            triton.cdiv(BLOCK_K + call.left + call.right, self.block_q) if windowed else 1,
             GROUP=heads // call.kv_heads,
             HEADS=heads,
             BROADCAST=self.broadcast,
             HAS_LEFT=call.left is not None,
             HAS_RIGHT=call.right is not None,
             NARROW=is_narrow(call.left, call.right, self.block_q),
-            ROTATE=form.rotate and windowed,
             BLOCK_D=block_d,
             WITH_DQ=not form.split,
             num_warps=4,
@@ -233,15 +255,16 @@ class _Backward:
         triton_.run(
             hopper_shared_backward_kernel,
             (segments.workers * call.heads,),
-            *self._descriptors(64, self.block_d),
+            *self._descriptors(64, self.block_d, self.out),
             ragged(partial.view(-1, *self.q.shape[1:]), 64, self.block_d),
-            *(self.lse2, self.delta, segments.table, call.k_offsets),
+            *(self.lse, self.dlse, segments.table, call.k_offsets),
             *(call.scale * triton_.LOG2_E, call.scale),
-            *(queries, self.stats, segments.turns, segments.workers),
+            *(queries, segments.turns, segments.workers),
             HEADS=call.heads,
             BLOCK_D=self.block_d,
             CONSUMERS=consumers,
             STAGES=256 // self.block_d,
+            HAS_DLSE=self.dlse is not None,
             num_warps=4,
             num_stages=1,
         )

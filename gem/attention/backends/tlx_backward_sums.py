@@ -18,6 +18,8 @@ def statistics_kernel(
     SUMS,
     TILES,
     stats,
+    out_row,
+    out_head,
     do_row,
     do_head,
     HEADS: tl.constexpr,
@@ -29,18 +31,20 @@ def statistics_kernel(
 ):
     """DELTA and LSE2 `[HEADS, stats]`, each sample's from a multiple of BLOCK on.
 
-    TILES has (first row, rows) of each BLOCK of statistics. delta = sum(dout * out) - dlse, and the
-    log-sum-exp is in base 2. It is +inf, so that exp gives 0, where a query sees nothing or is not
-    there; then delta is 0. CLEAR: SUMS of `add_sums` become 0, which needs no kernel of its own.
+    TILES has (first row, rows, whether to clear) of each BLOCK of statistics. delta is
+    sum(dout * out) - dlse, and the log-sum-exp is in base 2. It is +inf, so that exp gives 0, where
+    a query sees nothing or is not there; then delta is 0. CLEAR: SUMS of `add_sums` become 0 where
+    TILES asks for it, which needs no kernel of its own.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    first = tl.load(TILES + 2 * tile).to(tl.int64)
-    there = tl.arange(0, BLOCK) < tl.load(TILES + 2 * tile + 1)
+    first = tl.load(TILES + 3 * tile).to(tl.int64)
+    there = tl.arange(0, BLOCK) < tl.load(TILES + 3 * tile + 1)
     r = first + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
     mask = there[:, None] & (columns < DIM)[None, :]
-    out = tl.load(OUT + (r * HEADS + head)[:, None] * DIM + columns[None, :], mask=mask, other=0.0)
+    place = (r * out_row + head.to(tl.int64) * out_head)[:, None]
+    out = tl.load(OUT + place + columns[None, :], mask=mask, other=0.0)
     place = (r * do_row + head.to(tl.int64) * do_head)[:, None]
     dout = tl.load(DOUT + place + columns[None, :], mask=mask, other=0.0)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
@@ -52,15 +56,18 @@ def statistics_kernel(
     tl.store(DELTA + to, delta)
     tl.store(LSE2 + to, lse)
     if CLEAR:
-        for u in tl.static_range(BLOCK // 64):
-            place = ((tile * (BLOCK // 64) + u) * HEADS + head).to(tl.int64) * (64 * BLOCK_D)
-            zero = tl.zeros([64 * BLOCK_D], tl.float32)
-            tl.store(SUMS + place + tl.arange(0, 64 * BLOCK_D), zero)
+        if tl.load(TILES + 3 * tile + 2) != 0:
+            for u in tl.static_range(BLOCK // 64):
+                first = ((tile * (BLOCK // 64) + u) * HEADS + head).to(tl.int64) * (64 * BLOCK_D)
+                zero = tl.zeros([64 * BLOCK_D], tl.float32)
+                tl.store(SUMS + first + tl.arange(0, 64 * BLOCK_D), zero)
 
 
 @triton.jit
-def add_sums(dq, stage, desc_dq, tile, BLOCK_D: tl.constexpr):
+def add_sums(dq, stage, desc_dq, tile, fresh, BLOCK_D: tl.constexpr):
     """Adds dq `[64, BLOCK_D]` to the float32 sums of a tile, in the order of a product's registers.
+
+    Where they are `fresh`, dq becomes the sums, whatever is there.
 
     A thread of a product has two rows and, of each eight columns, two: four numbers. So it writes
     16 bytes at once, and a warp to all banks; by rows it would need twice as many writes, of which
@@ -70,7 +77,11 @@ def add_sums(dq, stage, desc_dq, tile, BLOCK_D: tl.constexpr):
     x = tl.reshape(tl.permute(x, [3, 0, 2, 4, 1, 5]), [2 * BLOCK_D, 32])
     tlx.local_store(stage, x)
     tlx.fence("async_shared")
-    tlx.async_descriptor_store(desc_dq, stage, [tile * (2 * BLOCK_D), 0], store_reduce="add")
+    row = tile * (2 * BLOCK_D)
+    if fresh:
+        tlx.async_descriptor_store(desc_dq, stage, [row, 0])
+    else:
+        tlx.async_descriptor_store(desc_dq, stage, [row, 0], store_reduce="add")
 
 
 @triton.jit(do_not_specialize=["queries"])
@@ -97,7 +108,7 @@ def dq_kernel(
         first = tile * 64
         rows = queries - first
     else:
-        row = TILES + tile * 64 // BLOCK * 2
+        row = TILES + tile * 64 // BLOCK * 3
         first = tl.load(row) + tile * 64 % BLOCK
         rows = tl.load(row + 1) - tile * 64 % BLOCK
     place = (tile * HEADS + head).to(tl.int64) * (64 * BLOCK_D)

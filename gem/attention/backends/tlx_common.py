@@ -97,6 +97,17 @@ def copy_rows(desc, buffer, barrier, first, count, row, head):
 
 
 @triton.jit
+def wait_for_writes():
+    """Waits until all TMA copies of this thread to global memory can be seen there.
+
+    `tlx.async_descriptor_store_wait` waits until they have read shared memory.
+    """
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def store_columns(desc, buffer, first, count, row, head, column):
     """Writes a box from `row` of the sample and a column on; rows past its end are left out."""
     tlx.async_descriptor_store(

@@ -1,6 +1,6 @@
 """The backward kernel for Hopper (sm_90a) in TLX: warp-specialised, persistent, keys stationary.
 
-A CTA walks its share of the tiles of 128 keys (`schedule.dealt_keys`). Each of its two consumers
+A CTA walks its list of tiles of 128 keys (`schedule.dealt_keys`). Each of its two consumers
 has 64 of the keys, with their dK and dV in registers. Queries and dout stream by; for 64 (at dim
 64, two times 64) of them at a time:
 
@@ -12,8 +12,9 @@ has 64 of the keys, with their dK and dV in registers. Queries and dout stream b
 in turns; only one of them waits for the other, so that they do not march in step and one has the
 tensor cores while the other is in its softmax. At dim 64 each takes one of a step's two tiles. dQ
 leaves by a TMA copy that adds to float32 sums in global memory (`tlx_backward_sums`). The order of
-these additions is not fixed; without WITH_DQ there are none, and a kernel that keeps queries
-computes dQ.
+these additions is not fixed, but for whole samples, all of whose keys one CTA has: there the first
+tile writes the sums, which need not be cleared, and the others wait for what went before. Without
+WITH_DQ there are no additions, and a kernel that keeps queries computes dQ.
 
 The keys of the next tile are copied while this one runs, and its values as soon as this one's last
 dP is known; dK and dV leave through shared memory while the next tile begins. Rows past a sample's
@@ -28,19 +29,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gem.attention.backends.tlx_backward_sums import add_sums
-from gem.attention.backends.tlx_common import (
-    copy_rows,
-    dealt_place,
-    dealt_turns,
-    store_columns,
-    store_rows,
-)
-
-
-@triton.jit
-def _row(TILES, turn):
-    """The table's row of a turn."""
-    return TILES + (turn * tl.num_programs(0) + dealt_place(turn, 1)) * 9
+from gem.attention.backends.tlx_common import copy_rows, store_columns, store_rows, wait_for_writes
 
 
 @triton.jit
@@ -59,15 +48,6 @@ def _queries(row):
         tl.load(row + 2),
         tl.load(row + 3),
     )
-
-
-@triton.jit
-def _first_step(q_begin, blocks, period, BLOCK_Q: tl.constexpr, ROTATE: tl.constexpr):
-    """The step with which a tile begins."""
-    if not ROTATE:
-        return 0
-    first = (period - q_begin // BLOCK_Q % period) % period
-    return tl.where(first < blocks, first, 0)
 
 
 @triton.jit
@@ -102,6 +82,7 @@ def _step_of_one(
     end,
     first,
     last,
+    order,
     mine,
     scale,
     cid: tl.constexpr,
@@ -113,7 +94,8 @@ def _step_of_one(
     """(dk, dv) after a tile of 64 queries.
 
     `first`: the stage of the keys before is free once this consumer's copies from there are done.
-    `last`: the values are not needed after this step. `mine`: dQ is this consumer's task.
+    `last`: the values are not needed after this step. `order`: as in `schedule.KeyTiles`. `mine`:
+    dQ is this consumer's task.
     """
     k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles = buffers[:6]
     ds_tiles, ds_stages, dq_stages, v_empty, k_before = buffers[6:]
@@ -132,6 +114,11 @@ def _step_of_one(
     tlx.barrier_arrive(v_empty, pred=last)
     ds = (p * (dp - tlx.local_load(delta_tiles[at])[None, :])).to(DTYPE)
     tlx.async_descriptor_store_wait(0)  # this consumer's copies before have left their stages
+    if WITH_DQ:
+        # Nobody adds before both consumers are here: they meet before every dQ.
+        if order == 2:
+            if first:
+                wait_for_writes()
     tlx.barrier_arrive(k_before, pred=first)
     if WITH_DQ:
         tlx.local_store(ds_stages[2 * ds_at + cid], ds)
@@ -147,7 +134,7 @@ def _step_of_one(
             tlx.named_barrier_wait(9 + cid, 256)  # the other has written its dS
             dq = tlx.async_dot(tlx.local_trans(ds_tiles[ds_at]), k_tile)
             dq = tlx.async_dot_wait(0, dq)
-            add_sums(dq, dq_stages[0], desc_dq, dq_tile, BLOCK_D)
+            add_sums(dq, dq_stages[0], desc_dq, dq_tile, order == 1, BLOCK_D)
     return dk, dv
 
 
@@ -167,6 +154,7 @@ def _step_of_two(
     end,
     first,
     last,
+    order,
     scale,
     cid: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -197,6 +185,10 @@ def _step_of_two(
         delta0 = tlx.local_load(delta_tiles[at])
     ds0 = (p0 * (dp0 - delta0[None, :])).to(DTYPE)
     tlx.async_descriptor_store_wait(0)
+    if WITH_DQ:
+        if order == 2:
+            if first:
+                wait_for_writes()
     tlx.barrier_arrive(k_before, pred=first)
     if WITH_DQ:
         tlx.local_store(ds_stages[2 * ds_at + cid], ds0)
@@ -220,7 +212,7 @@ def _step_of_two(
         dk = tlx.async_dot_wait(1, dk)
         tlx.barrier_arrive(q_empty)
         dq = tlx.async_dot_wait(0, dq)
-        add_sums(dq, dq_stages[cid], desc_dq, dq_tile + HEADS * cid, BLOCK_D)
+        add_sums(dq, dq_stages[cid], desc_dq, dq_tile + HEADS * cid, order == 1, BLOCK_D)
     else:
         dv = tlx.async_dot_wait(0, dv)
         dk = tlx.async_dot_wait(0, dk)
@@ -234,6 +226,7 @@ def _steps(
     x_end,
     x_first,
     x_last,
+    order,
     buffers,
     desc_dq,
     dq_tile,
@@ -268,20 +261,20 @@ def _steps(
         if TILES == 1:
             dk, dv = _step_of_one(
                 buffers[:-2], q_full[st], phase, q_empty[st], st, count % 2, desc_dq, tile, dk, dv,
-                begin, end, x == x_first, x == x_last, count % 2 == cid, scale, cid, BLOCK_D, EDGES,
-                WITH_DQ, DTYPE,
+                begin, end, x == x_first, x == x_last, order, count % 2 == cid, scale, cid, BLOCK_D,
+                EDGES, WITH_DQ, DTYPE,
             )  # fmt: skip
         else:
             dk, dv = _step_of_two(
                 buffers[:-2], q_full[st], phase, q_empty[st], 2 * st, 2 * (count % 2), desc_dq,
-                tile, dk, dv, begin, end, x == x_first, x == x_last, scale, cid, BLOCK_D, HEADS,
-                EDGES, WITH_DQ, DTYPE,
+                tile, dk, dv, begin, end, x == x_first, x == x_last, order, scale, cid, BLOCK_D,
+                HEADS, EDGES, WITH_DQ, DTYPE,
             )  # fmt: skip
         count += 1
     return dk, dv, count
 
 
-@triton.jit(do_not_specialize=["tiles", "stats", "left", "right", "period"])
+@triton.jit(do_not_specialize=["stats", "left", "right"])
 def hopper_backward_kernel(
     desc_q,
     desc_k,
@@ -293,30 +286,26 @@ def hopper_backward_kernel(
     LSE2,
     DELTA,
     TILES,
-    tiles,
+    TURNS,
     stats,
     scale,
     natural_scale,
     left,
     right,
-    period,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     BROADCAST: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     NARROW: tl.constexpr,
-    ROTATE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WITH_DQ: tl.constexpr,
 ):
-    """dk and dv of all tiles and, unless WITH_DQ is off, dq added to float32 sums that begin as 0.
+    """dk and dv of all tiles and, unless WITH_DQ is off, dq added to float32 sums.
 
-    Grid: as many CTAs as run at once. Every tile of keys is seen by a query. `scale` holds log2(e)
-    too. NARROW: a window may begin and end within one step. ROTATE: a tile's steps begin with the
-    block of queries whose number is a multiple of `period`, the steps of a whole window, so that
-    tiles whose windows overlap see the same queries at the same time. The sums are to be finished
-    by `dq_kernel`.
+    TILES and TURNS are those of `schedule.KeyTiles`; every tile is seen by a query. Grid: as many
+    CTAs as TURNS has, which run at once. `scale` holds log2(e) too. NARROW: a window may
+    begin and end within one step. Sums begin as 0 but for whole samples; `dq_kernel` finishes them.
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     K_STAGES: tl.constexpr = 2
@@ -346,14 +335,14 @@ def hopper_backward_kernel(
     v_empty = tlx.alloc_warp_barrier(1, 4, 2)
     q_full = tlx.alloc_barriers(Q_STAGES, arrive_count=1)
     q_empty = tlx.alloc_warp_barrier(Q_STAGES, 4, 2)
-    turns = dealt_turns(tiles, 1)
+    turns = tl.load(TURNS + tl.program_id(0))
     # Named barriers: at 9 + cid a consumer waits for the other's dS, at 11 + cid for its last dQ.
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
             count = 0
             for turn in tl.range(0, turns):
-                row = _row(TILES, turn)
+                row = TILES + (turn * tl.num_programs(0) + tl.program_id(0)) * 10
                 k_first, keys, first_j, kv_head = _keys(row)
                 out_first, queries, stats_first, q_begin, q_end = _queries(row)
                 q_first = 0 if BROADCAST else out_first
@@ -363,13 +352,9 @@ def hopper_backward_kernel(
                 tlx.barrier_expect_bytes(k_full[ks], 2 * TILE_BYTES)
                 copy_rows(desc_k, k_tiles[ks], k_full[ks], k_first, keys, first_j, kv_head)
                 blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
-                start = _first_step(q_begin, blocks, period, BLOCK_Q, ROTATE)
                 for g in tl.range(0, GROUP):
                     head = kv_head * GROUP + g
-                    for step in tl.range(0, blocks):
-                        x = step + start
-                        if ROTATE:
-                            x = tl.where(x < blocks, x, x - blocks)
+                    for x in tl.range(0, blocks):
                         m = q_begin + x * BLOCK_Q
                         st = count % Q_STAGES
                         tlx.barrier_wait(q_empty[st], ((count // Q_STAGES) & 1) ^ 1)
@@ -391,7 +376,7 @@ def hopper_backward_kernel(
                                 barrier=q_full[st],
                             )  # fmt: skip
                         # The values' one stage becomes free later than that of these queries.
-                        if (g == 0) & (step == 0):
+                        if (g == 0) & (x == 0):
                             tlx.barrier_wait(v_empty[0], (turn & 1) ^ 1)
                             tlx.barrier_expect_bytes(v_full[0], 2 * TILE_BYTES)
                             for c in tl.static_range(2):
@@ -403,12 +388,12 @@ def hopper_backward_kernel(
             cid: tl.constexpr = tlx.async_task_replica_id()
             count = 0
             for turn in tl.range(0, turns):
-                row = _row(TILES, turn)
+                row = TILES + (turn * tl.num_programs(0) + tl.program_id(0)) * 10
                 k_first, keys, first_j, kv_head = _keys(row)
                 out_first, queries, stats_first, q_begin, q_end = _queries(row)
+                order = 0 if BROADCAST or HAS_LEFT or HAS_RIGHT else tl.load(row + 9)
                 first_j += 64 * cid
                 blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
-                start = _first_step(q_begin, blocks, period, BLOCK_Q, ROTATE)
                 # The tile's first key as the queries count, from the first step's first one.
                 first = first_j - (keys - queries) - q_begin
                 # In steps before `inner` the window begins for some key, from `outer` on it ends.
@@ -434,43 +419,34 @@ def hopper_backward_kernel(
                     head = kv_head * GROUP + g
                     dq_tile = q_begin if BROADCAST else stats_first + q_begin
                     dq_tile = dq_tile // 64 * HEADS + head
-                    x_first = start
+                    x_first = 0
                     x_last = blocks - 1
-                    if ROTATE:
-                        x_last = tl.where(start > 0, start - 1, x_last)
                     if GROUP > 1:
                         x_first = tl.where(g == 0, x_first, -1)
                         x_last = tl.where(g == GROUP - 1, x_last, -1)
-                    for part in tl.range(0, 2 if ROTATE else 1):
-                        # From `start` to the end, then from the beginning to `start`.
-                        low = 0
-                        high = blocks
-                        if ROTATE:
-                            low = tl.where(part == 0, start, 0)
-                            high = tl.where(part == 0, blocks, start)
-                        if HAS_RIGHT:
-                            dk, dv, count = _steps(
-                                low, tl.minimum(tl.minimum(inner, outer), high), x_first, x_last,
-                                buffers, desc_dq, dq_tile, j, dk, dv, count, left, right, scale,
-                                cid, Q_TILES, BLOCK_D, Q_STAGES, HEADS, 1, WITH_DQ, DTYPE,
-                            )  # fmt: skip
-                        if NARROW:
-                            dk, dv, count = _steps(
-                                tl.maximum(outer, low), tl.minimum(inner, high), x_first, x_last,
-                                buffers, desc_dq, dq_tile, j, dk, dv, count, left, right, scale,
-                                cid, Q_TILES, BLOCK_D, Q_STAGES, HEADS, 3, WITH_DQ, DTYPE,
-                            )  # fmt: skip
+                    if HAS_RIGHT:
                         dk, dv, count = _steps(
-                            tl.maximum(inner, low), tl.minimum(outer, high), x_first, x_last,
-                            buffers, desc_dq, dq_tile, j, dk, dv, count, left, right, scale, cid,
-                            Q_TILES, BLOCK_D, Q_STAGES, HEADS, 0, WITH_DQ, DTYPE,
+                            0, tl.minimum(inner, outer), x_first, x_last, order, buffers, desc_dq,
+                            dq_tile, j, dk, dv, count, left, right, scale, cid, Q_TILES, BLOCK_D,
+                            Q_STAGES, HEADS, 1, WITH_DQ, DTYPE,
                         )  # fmt: skip
-                        if HAS_LEFT:
-                            dk, dv, count = _steps(
-                                tl.maximum(tl.maximum(inner, outer), low), high, x_first, x_last,
-                                buffers, desc_dq, dq_tile, j, dk, dv, count, left, right, scale,
-                                cid, Q_TILES, BLOCK_D, Q_STAGES, HEADS, 2, WITH_DQ, DTYPE,
-                            )  # fmt: skip
+                    if NARROW:
+                        dk, dv, count = _steps(
+                            outer, inner, x_first, x_last, order, buffers, desc_dq, dq_tile, j, dk,
+                            dv, count, left, right, scale, cid, Q_TILES, BLOCK_D, Q_STAGES, HEADS,
+                            3, WITH_DQ, DTYPE,
+                        )  # fmt: skip
+                    dk, dv, count = _steps(
+                        inner, outer, x_first, x_last, order, buffers, desc_dq, dq_tile, j, dk, dv,
+                        count, left, right, scale, cid, Q_TILES, BLOCK_D, Q_STAGES, HEADS, 0,
+                        WITH_DQ, DTYPE,
+                    )  # fmt: skip
+                    if HAS_LEFT:
+                        dk, dv, count = _steps(
+                            tl.maximum(inner, outer), blocks, x_first, x_last, order, buffers,
+                            desc_dq, dq_tile, j, dk, dv, count, left, right, scale, cid, Q_TILES,
+                            BLOCK_D, Q_STAGES, HEADS, 2, WITH_DQ, DTYPE,
+                        )  # fmt: skip
                 # Of the keys and dS nothing is read any more: the last to read them is dQ.
                 if not WITH_DQ or Q_TILES == 2:
                     tlx.named_barrier_wait(11, 256)

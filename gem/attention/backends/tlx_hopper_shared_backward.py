@@ -5,6 +5,7 @@ each consumer, a float32 dQ for its whole life, while it walks over runs of keys
 (`schedule.key_segments`). A consumer has 64 keys at a time and finishes their dK and dV at once,
 since all queries are there:
 
+    delta = sum(dO * O, dim) - dlse, once for each run
     S^T = K Q^T, dP^T = V dO^T, P^T = exp(S^T - lse), dS^T = P^T * (dP^T - delta)
     dV = P^T dO, dK = dS^T Q, with P^T and dS^T from registers, and dQ += dS K
 
@@ -35,42 +36,46 @@ def _segment(SEGMENTS, K_OFFSETS, turn, worker, workers):
     return sample, first.to(tl.int32), keys.to(tl.int32), tl.load(at + 1), tl.load(at + 2)
 
 
-@triton.jit(do_not_specialize=["queries", "stats", "turns", "workers"])
+@triton.jit(do_not_specialize=["queries", "turns", "workers"])
 def hopper_shared_backward_kernel(
     desc_q,
     desc_k,
     desc_v,
+    desc_out,
     desc_do,
     desc_dk,
     desc_dv,
     desc_partial,
-    LSE2,
-    DELTA,
+    LSE,
+    DLSE,
     SEGMENTS,
     K_OFFSETS,
     scale,
     natural_scale,
     queries,
-    stats,
     turns,
     workers,
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CONSUMERS: tl.constexpr,
     STAGES: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
 ):
     """dk, dv and the partial dq `[workers * CONSUMERS, queries, HEADS, dim]`, not yet scaled.
 
-    Grid: workers * HEADS. `scale` holds log2(e) too. Each sample has 64 statistics. STAGES is even.
+    Grid: workers * HEADS. LSE and DLSE `[samples * queries, HEADS]`. `scale` holds log2(e) too.
+    STAGES is even.
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     BYTES: tl.constexpr = 64 * BLOCK_D * 2
     ROWS: tl.constexpr = 64 * CONSUMERS
     q_tile = tlx.local_alloc((64, BLOCK_D), DTYPE, 1)
     do_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2)
+    out_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2)
     k_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, CONSUMERS * STAGES)
     v_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, CONSUMERS * STAGES)
     ds_tiles = tlx.local_alloc((64, 64), DTYPE, CONSUMERS)
+    delta_tiles = tlx.local_alloc((64,), tl.float32, CONSUMERS)
     # A consumer's dQ leaves through its own stages of keys, two of which it takes.
     dq_tiles = tlx.local_alloc((64, BLOCK_D), tl.float32, CONSUMERS * STAGES // 2, reuse=k_tiles)
     q_full = tlx.alloc_barriers(1, arrive_count=1)
@@ -92,8 +97,10 @@ def hopper_shared_backward_kernel(
                 )
                 d = turn % 2
                 tlx.barrier_wait(do_empty[d], ((turn // 2) & 1) ^ 1)
-                tlx.barrier_expect_bytes(do_full[d], BYTES)
-                copy_rows(desc_do, do_tiles[d], do_full[d], sample * queries, queries, 0, head)
+                tlx.barrier_expect_bytes(do_full[d], 2 * BYTES)
+                first = sample * queries
+                copy_rows(desc_do, do_tiles[d], do_full[d], first, queries, 0, head)
+                copy_rows(desc_out, out_tiles[d], do_full[d], first, queries, 0, head)
                 for row in tl.range(begin, end, ROWS):
                     for c in tl.static_range(CONSUMERS):
                         st = c * STAGES + count % STAGES
@@ -114,11 +121,17 @@ def hopper_shared_backward_kernel(
                 sample, k_first, keys, begin, end = _segment(
                     SEGMENTS, K_OFFSETS, turn, worker, workers
                 )
-                place = head.to(tl.int64) * stats + sample * 64 + i
-                lse = tl.load(LSE2 + place)
-                delta = tl.load(DELTA + place)
+                place = (sample.to(tl.int64) * queries + i) * HEADS + head
+                lse = tl.load(LSE + place, mask=i < queries, other=-float("inf"))
+                # Of queries that see nothing or are not there, exp gives 0.
+                lse = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
                 d = turn % 2
                 tlx.barrier_wait(do_full[d], (turn // 2) & 1)
+                delta = tlx.local_load(out_tiles[d]).to(tl.float32)
+                delta = tl.sum(delta * tlx.local_load(do_tiles[d]).to(tl.float32), 1)
+                if HAS_DLSE:
+                    delta -= tl.load(DLSE + place, mask=i < queries, other=0.0)
+                tlx.local_store(delta_tiles[cid], delta)
                 for row in tl.range(begin + 64 * cid, end + 64 * cid, ROWS):
                     st = cid * STAGES + count % STAGES
                     tlx.barrier_wait(kv_full[st], (count // STAGES) & 1)
@@ -128,7 +141,7 @@ def hopper_shared_backward_kernel(
                     # Rounding may lift a score above its log-sum-exp, but no probability above 1.
                     p = tl.math.exp2(tl.minimum(s * scale - lse[None, :], 0.0))
                     dp = tlx.async_dot_wait(0, dp)
-                    ds = (p * (dp - delta[None, :])).to(DTYPE)
+                    ds = (p * (dp - tlx.local_load(delta_tiles[cid])[None, :])).to(DTYPE)
                     tlx.local_store(ds_tiles[cid], ds)
                     tlx.fence("async_shared")
                     dv = tlx.async_dot(p.to(DTYPE), do_tiles[d])

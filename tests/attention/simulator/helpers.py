@@ -64,18 +64,20 @@ def launched(problem, shape, seed, processors=2, trace=None, **options):
 
 
 def differentiated(
-    problem, seed, processors=2, dlse=None, deterministic=False, trace=None, rotate=False
+    problem, seed, processors=2, dlse=None, deterministic=False, trace=None, whole=False
 ):
     """((dq, dk, dv), counts) of the backward, given the exact output as a forward rounds it.
 
     Args:
-        rotate: as in `tlx_backward.Form`.
+        whole: take `tlx_backward.Form.whole` wherever it can serve.
     """
     exact = expected(problem, dlse)
     call = dataclasses.replace(call_of(problem), direction="backward", deterministic=deterministic)
     out, lse = exact["out"].to(problem.q.dtype), exact["lse"].float()
     inputs = problem.q, problem.k, problem.v
-    form = dataclasses.replace(tlx_backward.form_of(call, problem.q), rotate=rotate)
+    form = tlx_backward.form_of(call, problem.q)
+    if whole and call.form == "jagged" and not form.split and call.left is call.right is None:
+        form = dataclasses.replace(form, whole=True)
     with simulated(seed=seed, processors=processors, trace=trace) as counts:
         gradients = tlx_backward.backward(call, problem.dout, dlse, *inputs, out, lse, form)
     return gradients, counts

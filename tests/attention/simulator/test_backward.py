@@ -48,11 +48,11 @@ def run(layouts, seeds, capsys):
         rng = random.Random(number)
         problem = problem_of(rng, dim=rng.choice([64, 128, 40, 96]), most_queries=300)
         dlse, deterministic = dlse_of(problem, rng), rng.random() < 0.2
-        processors, rotate = rng.randint(1, 6), rng.random() < 0.5
+        processors, whole = rng.randint(1, 6), rng.random() < 0.5
         first = None
         for seed in range(seeds):
             gradients, counts = differentiated(
-                problem, seed, processors, dlse, deterministic, rotate=rotate
+                problem, seed, processors, dlse, deterministic, whole=whole
             )
             total.add(counts)
             bad = wrong_gradients(problem, gradients, dlse)
@@ -76,11 +76,29 @@ def test_many_layouts_under_many_seeds(capsys):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("window", [(64, 64), (150, 20), (0, 130), (200, 200)], ids=str)
-def test_tiles_under_a_window_may_visit_their_queries_in_any_order(dim, window):
-    problem = make(None, [700, 0, 129, 330], dim=dim, kv_heads=1, window=window)
-    gradients, _ = differentiated(problem, 0, 5, rotate=True)
-    assert not wrong_gradients(problem, gradients)
+@pytest.mark.parametrize("processors", [1, 3, 9])
+def test_whole_samples_have_the_same_bits_in_every_order(dim, processors):
+    """Up to 256 keys: two tiles, an odd number of steps or one; queries without keys and more."""
+    k_lengths = [256, 129, 1, 0, 200, 70, 130, 255]
+    q_lengths = [256, 70, 200, 9, 0, 70, 300, 100]
+    options = {"dim": dim, "heads": 2, "dtype": torch.bfloat16}
+    problem = random_problem(q_lengths, k_lengths, **options)
+    assert form_of(dataclasses.replace(call_of(problem), deterministic=True), problem.q).whole
+    first = None
+    for seed in range(6):
+        gradients, _ = differentiated(problem, seed, processors, deterministic=True)
+        assert not wrong_gradients(problem, gradients)
+        first = first or gradients
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients, strict=True))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_whole_samples_beside_longer_ones(dim):
+    lengths = [100, 700, 0, 300, 256, 257, 129, 5, 40]
+    problem = make(None, lengths, dim=dim, heads=4, kv_heads=2)
+    for seed in range(3):
+        gradients, _ = differentiated(problem, seed, 4, whole=True)
+        assert not wrong_gradients(problem, gradients)
 
 
 @pytest.mark.parametrize(("q_lengths", "split"), [([1] * 9, True), ([40, 1, 60, 300], False)])
