@@ -26,9 +26,9 @@ FUNCTION is a Python function that makes CPU tensors and launches kernels as it 
     python -m gem.attention.simulator mine.py:check --seeds 20
 
 It is called once per seed. Seed 0 makes asynchronous operations take effect as late as possible,
-seed 1 at once, the others at random times. If it takes a parameter `seed`, it is given that. The
-exit code is 1 if a fault is reported or the function raises AssertionError. docs/simulator.md says
-what is checked and how to read a report.
+seed 1 at once, the others at random times (what TMA stores have read may be written later still).
+If it takes a parameter `seed`, it is given that. The exit code is 1 if a fault is reported or the
+function raises AssertionError. docs/simulator.md says what is checked and how to read a report.
 """
 
 

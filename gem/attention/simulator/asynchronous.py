@@ -1,7 +1,9 @@
 """Asynchronous operations: TMA copies, matrix products, TMA stores.
 
 Each is checked when it is issued and takes effect when the scheduler says so, at the latest when
-its task has waited for it.
+its task has waited for it. A store takes effect when its source has been read. What it has read is
+written to global memory then or later, at the latest at a full wait (`assembly`) or when the CTA
+ends, and writes of different stores come in any order.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ class Operation:
         name: of its kind, for traces.
         task: that issued it.
         where: in the kernel's source.
+        number: in its task's queue, if it is in one.
         done: whether it has taken effect.
         issued, ended: by the CTA's clock, for traces.
     """
@@ -31,7 +34,7 @@ class Operation:
     name = "operation"
 
     def __init__(self, task, where):
-        self.task, self.where, self.done = task, where, False
+        self.task, self.where, self.number, self.done = task, where, 0, False
         self.issued = self.ended = 0
 
     def take_effect(self) -> None:
@@ -65,6 +68,7 @@ class Lane:
 
     def issue(self, operation: Operation) -> int:
         self.issued += 1
+        operation.number = self.issued
         self.open.append((self.issued, operation))
         return self.issued
 
@@ -103,21 +107,56 @@ class Copy(Operation):
         return f"copy to {self.buffer.name}"
 
 
-class Store(Operation):
-    """A TMA store (or reduction) from shared memory."""
+class Outgoing(Operation):
+    """A copy from shared to global memory: it takes effect when its source has been read."""
 
     name = "store"
 
-    def __init__(self, task, where, descriptor, offsets, buffer, reduce):
+    def __init__(self, task, where, buffer):
         super().__init__(task, where)
-        self.descriptor, self.offsets = descriptor, offsets
-        self.buffer, self.reduce = buffer, reduce
+        self.buffer = buffer
 
     def effect(self) -> None:
-        self.descriptor.put(self.offsets, self.buffer.bits, self.reduce, "asynchronous store")
+        cta, bits = self.task.cta, self.buffer.bits
+        if cta.policy.writing == 1:
+            self.write(bits)
+        else:
+            cta.hold(Write(self, bits.copy()))
+
+    def write(self, bits: np.ndarray) -> None:
+        """Brings what has been read to global memory."""
+        raise NotImplementedError
 
     def __str__(self) -> str:
         return f"store from {self.buffer.name}"
+
+
+class Write(Operation):
+    """The second half of an `Outgoing`, whose number it has."""
+
+    name = "write"
+
+    def __init__(self, store: Outgoing, bits: np.ndarray):
+        super().__init__(store.task, store.where)
+        self.store, self.bits, self.number = store, bits, store.number
+
+    def effect(self) -> None:
+        self.store.write(self.bits)
+        self.bits = None
+
+    def __str__(self) -> str:
+        return f"write of {self.store.buffer.name}"
+
+
+class Store(Outgoing):
+    """A TMA store (or reduction) from shared memory."""
+
+    def __init__(self, task, where, descriptor, offsets, buffer, reduce):
+        super().__init__(task, where, buffer)
+        self.descriptor, self.offsets, self.reduce = descriptor, offsets, reduce
+
+    def write(self, bits: np.ndarray) -> None:
+        self.descriptor.put(self.offsets, bits, self.reduce, "asynchronous store")
 
 
 class Product(Operation):

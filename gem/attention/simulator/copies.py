@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gem.attention.simulator import context, global_memory
-from gem.attention.simulator.asynchronous import Operation, copy_access
+from gem.attention.simulator.asynchronous import Operation, Outgoing, copy_access
 from gem.attention.simulator.clocks import Access
 from gem.attention.simulator.dtypes import item_bytes
 from gem.attention.simulator.errors import OutOfBounds, UnsupportedOperation
@@ -48,23 +48,16 @@ class BulkCopy(Operation):
         return f"copy to {self.buffer.name}"
 
 
-class BulkStore(Operation):
+class BulkStore(Outgoing):
     """A copy of consecutive bytes from shared memory."""
 
-    name = "store"
-
     def __init__(self, task, where, to, buffer, size):
-        super().__init__(task, where)
-        self.to, self.buffer, self.size = to, buffer, size
+        super().__init__(task, where, buffer)
+        self.to, self.size = to, size
 
-    def effect(self) -> None:
-        memory, start, source = self.to.base, self.to.data, self.buffer.offset
-        memory.bytes[start : start + self.size] = self.buffer.memory.bytes[
-            source : source + self.size
-        ]
-
-    def __str__(self) -> str:
-        return f"store from {self.buffer.name}"
+    def write(self, bits: np.ndarray) -> None:
+        start = self.to.data
+        self.to.base.bytes[start : start + self.size] = bits.view(np.uint8)
 
 
 def _bulk(pointer, buffer, size: int, what: str) -> Buffer:

@@ -300,6 +300,7 @@ def async_descriptor_store(desc, source, offsets, eviction_policy="", store_redu
 
 
 def async_descriptor_store_wait(pendings):
+    """All but the last so many stores have read shared memory; `assembly` has the full wait."""
     context.task.stores.wait(context.task, int(pendings))
     if context.cta.policy.switch():
         yield

@@ -19,6 +19,7 @@ import triton.language.extra.tlx as tlx
 from triton.language.extra import libdevice
 
 from gem.attention.simulator import (
+    assembly,
     clc,
     context,
     copies,
@@ -49,6 +50,7 @@ TL_OPERATIONS = operations(language)
 TL = Namespace("tl", tl, TL_OPERATIONS)
 TL.math = Namespace("tl.math", tl.math, TL_OPERATIONS)
 vars(TL).update(elementwise.PACKED)
+TL.inline_asm_elementwise = assembly.inline_asm_elementwise
 TLX = Namespace(
     "tlx", tlx,
     {k: x for module in (extension, copies, remote, clc) for k, x in operations(module).items()},

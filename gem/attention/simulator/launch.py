@@ -264,7 +264,8 @@ def simulate(
             such, numbers. What the kernel writes is in the tensors afterwards.
         target: "sm_90" (Hopper) or "sm_100" (Blackwell).
         seeds: the seeds, or how many (0, 1, ...). Seed 0 makes asynchronous operations take effect
-            as late as possible, seed 1 at once, the others at random times.
+            as late as possible, seed 1 at once, the others at random times. What a TMA store has
+            read may be written to global memory later still.
         trace: filled with what happened, if given.
         step_limit: of scheduler steps and turns of loops per run.
         compiler_fences: whether `async_descriptor_store` needs no `tlx.fence` before it: Triton's

@@ -8,7 +8,7 @@ from collections.abc import Generator
 import numpy as np
 
 from gem.attention.simulator import context, spins
-from gem.attention.simulator.asynchronous import Lane, Operation
+from gem.attention.simulator.asynchronous import Lane, Operation, Write
 from gem.attention.simulator.clocks import AGENTS, nothing
 from gem.attention.simulator.errors import (
     Deadlock,
@@ -20,6 +20,8 @@ from gem.attention.simulator.errors import (
 from gem.attention.simulator.memory import SharedMemory
 from gem.attention.simulator.sync import MBarrier, NamedBarrier
 
+HELD = 128  # writes of a cluster that may be late at a time: a bound on memory
+
 
 class Policy:
     """Who runs next, and when asynchronous operations take effect.
@@ -27,6 +29,10 @@ class Policy:
     Seed 0: every operation as late as possible, tasks in order, each as far as it comes. Seed 1:
     every operation at once, tasks in reverse order. Others: at random, with a readiness to switch
     and to delay that the seed draws too.
+
+    Attributes:
+        writing: how readily what a store has read is written: 1 at once, 0 as late as possible and
+            the last first, else at random. It has random numbers of its own.
     """
 
     def __init__(self, seed: int):
@@ -36,6 +42,9 @@ class Policy:
         if self.random is not None:
             self.switching = self.random.choice((0.05, 0.3, 0.8))
             self.finishing = self.random.choice((0.03, 0.2, 0.6))
+        self.writer = random.Random(f"writes of seed {seed}")
+        often = (0, 0, 0, 0.1, 1)
+        self.writing = 1 if self.early else 0 if seed == 0 else self.writer.choice(often)
 
     def switch(self) -> bool:
         """Whether the running task lets others run here."""
@@ -53,6 +62,14 @@ class Policy:
         if stuck or self.random.random() < self.finishing:
             return self.random.randrange(len(pending))
         return None
+
+    def writes(self) -> bool:
+        """Whether a write happens now, though nothing demands it."""
+        return self.writing > 0 and self.writer.random() < self.writing
+
+    def write(self, held: list[Write]) -> Write:
+        """The next of these writes."""
+        return self.writer.choice(held) if self.writing else held[-1]
 
     def refuses(self) -> bool:
         """Whether others were faster than a request for a CTA that has not started."""
@@ -162,7 +179,8 @@ class Cta:
 
     Attributes:
         cluster, rank: the CTAs that run together, and its place among them. All of them share the
-            lists of tasks and operations of the first, which runs them.
+            lists of tasks, operations and writes of the first, which runs them.
+        writes: of what stores have read.
         main: its task outside of async_tasks.
         tensor: tensor memory, or None.
         clock: of traces: it counts what the scheduler and the tasks do.
@@ -178,6 +196,7 @@ class Cta:
         self._agents = 0
         self.tasks: list[Task] = [] if first is None else first.tasks
         self.pending: list[Operation] = [] if first is None else first.pending
+        self.writes: list[Write] = [] if first is None else first.writes
         self.barriers: list[MBarrier] = []
         self.named: dict[int, NamedBarrier] = {}
         self.main: Task | None = None
@@ -212,6 +231,25 @@ class Cta:
             self._finish(operation)
         else:
             self.pending.append(operation)
+
+    def hold(self, write: Write) -> None:
+        """Takes over a write, to be made later; if there are too many, any other is made now."""
+        if len(self.writes) == HELD:
+            self._write(self.policy.writer.choice(self.writes))
+        write.issued = self.clock
+        self.writes.append(write)
+
+    def finish_writes(self, task: Task | None = None, number: int = 0) -> None:
+        """Makes the writes of a task's stores up to this number, or all."""
+        demanded = [x for x in self.writes if task is None or x.task is task and x.number <= number]
+        while demanded:
+            write = self.policy.write(demanded)
+            demanded.remove(write)
+            self._write(write)
+
+    def _write(self, write: Write) -> None:
+        self.writes.remove(write)
+        write.take_effect()
 
     def _finish(self, operation: Operation) -> None:
         context.cta = operation.task.cta
@@ -263,6 +301,9 @@ class Cta:
                     context.task = operation.task
                     self._finish(operation)
                     continue
+            if self.writes and (not ready or policy.writes()):
+                self._write(policy.write(self.writes))
+                continue
             if not ready:
                 if able:
                     self._endless(able, live)
@@ -316,6 +357,7 @@ class Cta:
         for operation in self.pending:
             context.task = operation.task
             self._finish(operation)
+        self.finish_writes()
         for task in self.tasks:
             np.maximum(main.clocks, task.clocks, out=main.clocks)
         for task in self.tasks:
