@@ -274,6 +274,64 @@ def _steps(
     return dk, dv, count
 
 
+@triton.jit
+def _steps_without_keys(
+    x_begin,
+    x_end,
+    x_first,
+    x_last,
+    order,
+    buffers,
+    desc_dq,
+    dq_tile,
+    count,
+    cid: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    Q_STAGES: tl.constexpr,
+    HEADS: tl.constexpr,
+    WITH_DQ: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The count after steps of a consumer whose keys are past the sample's end.
+
+    It keeps to all barriers and takes its turns at dQ, to which its own dS adds 0.
+    """
+    k_tile, ds_tiles = buffers[0], buffers[6]
+    ds_stages, dq_stages, v_empty, k_before, q_full, q_empty = buffers[7:]
+    for x in tl.range(x_begin, x_end):
+        st = count % Q_STAGES
+        ds_at = TILES * (count % 2)
+        tile = dq_tile + x * (TILES * HEADS)
+        tlx.barrier_wait(q_full[st], (count // Q_STAGES) & 1)
+        tlx.barrier_arrive(v_empty, pred=x == x_last)
+        tlx.async_descriptor_store_wait(0)
+        if WITH_DQ:
+            if order == 2:
+                if x == x_first:
+                    wait_for_writes()
+        tlx.barrier_arrive(k_before, pred=x == x_first)
+        tlx.barrier_arrive(q_empty[st])
+        if WITH_DQ:
+            for u in tl.static_range(TILES):
+                tlx.local_store(ds_stages[2 * (ds_at + u) + cid], tl.zeros([64, 64], DTYPE))
+            tlx.fence("async_shared")
+            if TILES == 2:
+                tlx.named_barrier_wait(9, 256)
+                dq = tlx.async_dot(tlx.local_trans(ds_tiles[ds_at + cid]), k_tile)
+                dq = tlx.async_dot_wait(0, dq)
+                add_sums(dq, dq_stages[cid], desc_dq, tile + HEADS * cid, order == 1, BLOCK_D)
+            elif count % 2 == cid:
+                tlx.named_barrier_wait(9 + cid, 256)
+                dq = tlx.async_dot(tlx.local_trans(ds_tiles[ds_at]), k_tile)
+                dq = tlx.async_dot_wait(0, dq)
+                add_sums(dq, dq_stages[0], desc_dq, tile, order == 1, BLOCK_D)
+            else:
+                tlx.named_barrier_arrive(10 - cid, 256)
+        count += 1
+    return count
+
+
 @triton.jit(do_not_specialize=["stats", "left", "right"])
 def hopper_backward_kernel(
     desc_q,
@@ -396,14 +454,18 @@ def hopper_backward_kernel(
                 blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
                 # The tile's first key as the queries count, from the first step's first one.
                 first = first_j - (keys - queries) - q_begin
+                # A consumer without keys has other steps. The first one has some in every tile.
+                mine = blocks
+                if cid > 0:
+                    mine = tl.where(first_j < keys, blocks, 0)
                 # In steps before `inner` the window begins for some key, from `outer` on it ends.
                 inner = 0
-                outer = blocks
+                outer = mine
                 if HAS_RIGHT:
                     inner = tl.maximum(first + 63 - right + BLOCK_Q - 1, 0) // BLOCK_Q
-                    inner = tl.minimum(inner, blocks)
+                    inner = tl.minimum(inner, mine)
                 if HAS_LEFT:
-                    outer = tl.minimum(tl.maximum(first + left + 1, 0) // BLOCK_Q, blocks)
+                    outer = tl.minimum(tl.maximum(first + left + 1, 0) // BLOCK_Q, mine)
                 ks = turn % K_STAGES
                 j = first + tl.arange(0, 64)
                 dk = tl.zeros([64, BLOCK_D], tl.float32)
@@ -443,9 +505,14 @@ def hopper_backward_kernel(
                     )  # fmt: skip
                     if HAS_LEFT:
                         dk, dv, count = _steps(
-                            tl.maximum(inner, outer), blocks, x_first, x_last, order, buffers,
+                            tl.maximum(inner, outer), mine, x_first, x_last, order, buffers,
                             desc_dq, dq_tile, j, dk, dv, count, left, right, scale, cid, Q_TILES,
                             BLOCK_D, Q_STAGES, HEADS, 2, WITH_DQ, DTYPE,
+                        )  # fmt: skip
+                    if cid > 0:
+                        count = _steps_without_keys(
+                            mine, blocks, x_first, x_last, order, buffers, desc_dq, dq_tile, count,
+                            cid, Q_TILES, BLOCK_D, Q_STAGES, HEADS, WITH_DQ, DTYPE,
                         )  # fmt: skip
                 # Of the keys and dS nothing is read any more: the last to read them is dQ.
                 if not WITH_DQ or Q_TILES == 2:
