@@ -207,19 +207,23 @@ def dealt_tiles(
 
 @dataclasses.dataclass(frozen=True)
 class KeyTiles:
-    """Tiles of keys for the CTAs of a persistent kernel, a list for each.
+    """Tiles of keys in the order in which CTAs take them, one or (of a whole sample) two at a time.
 
     Attributes:
-        table: int32 `[most turns * ctas, 10]`: the columns of `DealtTiles` with queries and keys
-            exchanged, the sample's first row in `statistic_tiles`, and the tile's order among those
-            that add to its queries' gradient: 0 where any may come first. A whole sample is one
-            CTA's, in the order of its keys: 1 for its first tile of a head, 2 for those after it.
-        turns: int32 `[ctas]`; CTA c has rows c, ctas + c, ... so many.
-        empty: int32 `[n, 9]`, tiles that no query sees.
+        table: int32 `[tiles, 10]`: the columns of `DealtTiles` with queries and keys exchanged, the
+            sample's first row in `statistic_tiles`, and the tile's order among those that add to
+            its queries' gradient: 0 where any may come first, 1 for the first of a whole sample
+            and head, 2 for the second.
+        single: tiles at the table's beginning that are not of whole samples.
+        pairs: whole samples (of one head) with two tiles, which come next; those with one follow.
+        units: how often tiles are taken.
+        empty: int32 `[n, 10]`, tiles that no query sees.
     """
 
     table: Tensor
-    turns: Tensor
+    single: int
+    pairs: int
+    units: int
     empty: Tensor
 
 
@@ -234,59 +238,32 @@ def dealt_keys(
     block_q: int,
     device: torch.device,
     ctas: int = 1,
-    whole: int = 0,
+    whole: bool = False,
 ) -> KeyTiles:
     """Tiles of `block_k` keys of one key head, those that the most queries see first.
 
-    They are dealt to the CTAs in a zig-zag, as `dealt_tiles`; begin is a multiple of `block_q`.
-    Samples of at most `whole` keys come after all others, the longest first, each to one CTA; then
-    no side of the window may be bounded.
+    As `dealt_tiles` with queries and keys exchanged; begin is a multiple of `block_q`. With `whole`
+    samples of at most two tiles are whole: they come after all others, and whoever takes one has
+    all of its keys of a head. Then no side of the window may be bounded.
     """
     if not isinstance(queries, Tensor):
         queries = torch.full_like(k_lengths, queries)
     padded = (queries + block_q - 1) // block_q * block_q
-    none = torch.zeros_like(padded)
+    stats, none = padded.cumsum(0) - padded, torch.zeros_like(padded)
     # Key j sees query i exactly if i sees j, with left and right exchanged.
-    table = _deal(
-        queries,
-        k_lengths,
-        right,
-        left,
-        heads,
-        block_k,
-        block_q,
-        ctas,
-        padded.cumsum(0) - padded,
-        none,
-    )
+    table = _deal(queries, k_lengths, right, left, heads, block_k, block_q, ctas, stats, none)
     tiles = _split(table, torch.device("cpu"), block_q)
-    table = tiles.table
-    is_whole = table[:, 5] <= whole
-    dealt, rest = (table, table[:0]) if not whole else (table[~is_whole], table[is_whole])
-    cta = _zigzag(dealt.shape[0], ctas)
-    if rest.shape[0]:
-        first = rest[:, 6] == 0
-        rest[:, 9] = 2 - first.int()
-        pair, blocks = first.cumsum(0) - 1, _blocks(rest, block_q)
-        work = torch.zeros(int(pair[-1]) + 1, dtype=torch.int32).index_add_(0, pair, blocks)
-        had = torch.zeros(ctas, dtype=torch.int32).index_add_(0, cta, _blocks(dealt, block_q))
-        of_pair = torch.empty_like(pair[: work.shape[0]])
-        place = _zigzag(work.shape[0], ctas)
-        of_pair[work.argsort(descending=True, stable=True)] = had.argsort(stable=True)[place]
-        table, cta = torch.cat((dealt, rest)), torch.cat((cta, of_pair[pair]))
-    turns = torch.bincount(cta, minlength=ctas)
-    order = cta.argsort(stable=True)
-    turn = torch.arange(cta.shape[0]) - (turns.cumsum(0) - turns)[cta[order]]
-    lists = table.new_zeros(int(turns.max()) * ctas, table.shape[1])
-    lists[turn * ctas + cta[order]] = table[order]
-    parts = lists, turns.to(torch.int32), tiles.empty
-    return KeyTiles(*(part.to(device, non_blocking=True) for part in parts))
-
-
-def _zigzag(count: int, ctas: int) -> Tensor:
-    """The CTA that gets each of `count`: all in turn, every other turn in reverse order."""
-    turn, place = torch.arange(count) // ctas, torch.arange(count) % ctas
-    return torch.where(turn % 2 == 0, place, ctas - 1 - place)
+    table, pairs = tiles.table, 0
+    single = units = table.shape[0]
+    if whole:
+        keys = table[:, 5]
+        two, one = (keys > block_k) & (keys <= 2 * block_k), keys <= block_k
+        table[two | one, 9] = torch.where(table[two | one, 6] == 0, 1, 2).to(torch.int32)
+        kind = two.int() + 2 * one.int()
+        single, pairs = int((kind == 0).sum()), int(two.sum()) // 2
+        table, units = table.index_select(0, kind.argsort(stable=True)), units - pairs
+    parts = (part.to(device, non_blocking=True) for part in (table, tiles.empty))
+    return KeyTiles(next(parts), single, pairs, units, next(parts))
 
 
 @register("statistic_tiles")

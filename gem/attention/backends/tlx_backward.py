@@ -27,9 +27,9 @@ BLOCK_K = 128
 # The float32 sums of dQ have whole tiles of queries for every sample. Where that is more than so
 # many times the queries that there are, dQ has a kernel of its own, without sums.
 MOST_PADDING = 4
-# Samples of so many keys are one CTA's. Each CTA then reads queries of its own, and those of all
-# should stay in the L2 cache from one tile of a sample to the next.
-WHOLE_KEYS = 256
+# Samples of so many keys (two tiles) may be one CTA's. Each CTA then reads queries of its own, and
+# those of all should stay in the L2 cache from one tile of a sample to the next.
+WHOLE_KEYS = 2 * BLOCK_K
 # CTAs should have at least so many whole samples, or they end at different times.
 LEAST_WHOLE = 4
 
@@ -149,12 +149,13 @@ class _Backward:
         self.stats = self.tiles.shape[0] * self.block_q
         self.delta = torch.empty((call.heads, self.stats), dtype=torch.float32, device=device)
         self.lse2 = torch.empty_like(self.delta)
+        self.counter = torch.empty(1, dtype=torch.int32, device=device)
         self.sums, clear = self._sums()
         triton_.run(
             statistics_kernel,
             (self.tiles.shape[0], call.heads),
             *(self.out, self.dout, self.lse, self.dlse),
-            *(self.delta, self.lse2, self.sums if clear else None, self.tiles),
+            *(self.delta, self.lse2, self.sums if clear else None, self.counter, self.tiles),
             *(self.stats, *self.out.stride()[:2], *self.dout.stride()[:2]),
             HEADS=call.heads,
             DIM=call.head_dim,
@@ -201,7 +202,7 @@ class _Backward:
             self.block_q,
             self.q.device,
             processors(self.q.device),
-            self.whole,
+            self.form.whole,
         )
         if tiles.empty.shape[0]:
             self.dk.zero_()
@@ -210,10 +211,11 @@ class _Backward:
         flat = self.sums.view(-1, 32)
         triton_.run(
             hopper_backward_kernel,
-            (tiles.turns.shape[0],),
+            (min(tiles.units, processors(self.q.device)),),
             *self._descriptors(BLOCK_K, 64),
             TensorDescriptor(flat, list(flat.shape), [32, 1], [2 * block_d, 32]),
-            *(self.lse2, self.delta, tiles.table, tiles.turns, self.stats),
+            *(self.lse2, self.delta, tiles.table, self.counter),
+            *(tiles.single, tiles.pairs, tiles.units, self.stats),
             *(call.scale * triton_.LOG2_E, call.scale, call.left or 0, call.right or 0),
             GROUP=heads // call.kv_heads,
             HEADS=heads,
@@ -221,6 +223,8 @@ class _Backward:
             HAS_LEFT=call.left is not None,
             HAS_RIGHT=call.right is not None,
             NARROW=is_narrow(call.left, call.right, self.block_q),
+            # With one side of a window tiles differ, and are dealt such that their sums do not.
+            BY_COUNTER=(call.left is None) == (call.right is None),
             BLOCK_D=block_d,
             WITH_DQ=not form.split,
             num_warps=4,

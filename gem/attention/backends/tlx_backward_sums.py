@@ -16,6 +16,7 @@ def statistics_kernel(
     DELTA,
     LSE2,
     SUMS,
+    COUNTER,
     TILES,
     stats,
     out_row,
@@ -34,10 +35,12 @@ def statistics_kernel(
     TILES has (first row, rows, whether to clear) of each BLOCK of statistics. delta is
     sum(dout * out) - dlse, and the log-sum-exp is in base 2. It is +inf, so that exp gives 0, where
     a query sees nothing or is not there; then delta is 0. CLEAR: SUMS of `add_sums` become 0 where
-    TILES asks for it, which needs no kernel of its own.
+    TILES asks for it, and always COUNTER, from which CTAs of the next kernel take their tiles.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
+    if (tile == 0) & (head == 0):
+        tl.store(COUNTER, 0)
     first = tl.load(TILES + 3 * tile).to(tl.int64)
     there = tl.arange(0, BLOCK) < tl.load(TILES + 3 * tile + 1)
     r = first + tl.arange(0, BLOCK)

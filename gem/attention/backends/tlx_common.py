@@ -13,6 +13,7 @@ from gem.attention.backends import Call, triton_
 
 _BILLION = 2**30
 _MOST = 0x7FFF0000
+TILE_STAGES = tl.constexpr(2)  # numbers of tiles that a producer is ahead at most
 
 
 def ragged(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -86,6 +87,44 @@ def dealt_turns(tiles, TEAM: tl.constexpr):
     full = tiles // tl.num_programs(0)
     rest = tiles - full * tl.num_programs(0)
     return full + (dealt_place(full, TEAM) < rest).to(tl.int32)
+
+
+@triton.jit
+def ask(COUNTERS, wanted, TEAM: tl.constexpr):
+    """Asks a counter in global memory for another tile, while the one before is copied.
+
+    Nothing waits until `answer` reads what the first thread got.
+    That is why it is a tensor: Triton waits for a scalar at once, to hand it to all threads.
+    """
+    lanes = tl.arange(0, 128)
+    counter = COUNTERS + tl.program_id(0) % TEAM + lanes * 0
+    return tl.atomic_add(counter, 1, mask=(lanes == 0) & wanted, sem="relaxed")
+
+
+@triton.jit
+def answer(taken, TEAM: tl.constexpr):
+    """The number of the tile that `ask` took. The first tile of each CTA is not counted."""
+    number = tl.sum(tl.where(tl.arange(0, 128) == 0, taken, 0), 0)
+    return (tl.num_programs(0) // TEAM + number) * TEAM + tl.program_id(0) % TEAM
+
+
+@triton.jit
+def hand_over(numbers, full, empty, turn, number):
+    """Gives the consumers the number of the tile after that of this turn, -1 if there is none."""
+    slot = turn % TILE_STAGES
+    tlx.barrier_wait(empty[slot], ((turn // TILE_STAGES) & 1) ^ 1)
+    tlx.local_store(numbers[slot], tl.full([1], number, tl.int32))
+    tlx.barrier_arrive(full[slot])
+
+
+@triton.jit
+def handed_over(numbers, full, empty, turn):
+    """What the producer gave by `hand_over`."""
+    slot = turn % TILE_STAGES
+    tlx.barrier_wait(full[slot], (turn // TILE_STAGES) & 1)
+    number = tl.max(tlx.local_load(numbers[slot]), 0)
+    tlx.barrier_arrive(empty[slot])
+    return number
 
 
 @triton.jit

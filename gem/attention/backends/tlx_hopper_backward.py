@@ -1,8 +1,9 @@
 """The backward kernel for Hopper (sm_90a) in TLX: warp-specialised, persistent, keys stationary.
 
-A CTA walks its list of tiles of 128 keys (`schedule.dealt_keys`). Each of its two consumers
-has 64 of the keys, with their dK and dV in registers. Queries and dout stream by; for 64 (at dim
-64, two times 64) of them at a time:
+CTAs take tiles of 128 keys (`schedule.dealt_keys`) from a counter, so that those which share
+queries run at the same time and find them in the L2 cache. Each of two consumers has 64 of a tile's
+keys, with their dK and dV in registers. Queries and dout stream by; for 64 (at dim 64, two times
+64) of them at a time:
 
     S^T = K Q^T, dP^T = V dO^T, P^T = exp(S^T - lse), dS^T = P^T * (dP^T - delta)
     dV += P^T dO, dK += dS^T Q, with P^T and dS^T from registers
@@ -29,7 +30,25 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gem.attention.backends.tlx_backward_sums import add_sums
-from gem.attention.backends.tlx_common import copy_rows, store_columns, store_rows, wait_for_writes
+from gem.attention.backends.tlx_common import (
+    TILE_STAGES,
+    answer,
+    ask,
+    copy_rows,
+    dealt_place,
+    hand_over,
+    handed_over,
+    store_columns,
+    store_rows,
+    wait_for_writes,
+)
+
+
+@triton.jit
+def _unit(number, single, pairs):
+    """(first row, rows) of what a CTA takes at a time, of `schedule.KeyTiles`."""
+    pair = (number >= single) & (number < single + pairs)
+    return number + tl.minimum(tl.maximum(number - single, 0), pairs), 1 + pair.to(tl.int32)
 
 
 @triton.jit
@@ -332,7 +351,7 @@ def _steps_without_keys(
     return count
 
 
-@triton.jit(do_not_specialize=["stats", "left", "right"])
+@triton.jit(do_not_specialize=["single", "pairs", "units", "stats", "left", "right"])
 def hopper_backward_kernel(
     desc_q,
     desc_k,
@@ -344,7 +363,10 @@ def hopper_backward_kernel(
     LSE2,
     DELTA,
     TILES,
-    TURNS,
+    COUNTER,
+    single,
+    pairs,
+    units,
     stats,
     scale,
     natural_scale,
@@ -356,14 +378,16 @@ def hopper_backward_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     NARROW: tl.constexpr,
+    BY_COUNTER: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WITH_DQ: tl.constexpr,
 ):
     """dk and dv of all tiles and, unless WITH_DQ is off, dq added to float32 sums.
 
-    TILES and TURNS are those of `schedule.KeyTiles`; every tile is seen by a query. Grid: as many
-    CTAs as TURNS has, which run at once. `scale` holds log2(e) too. NARROW: a window may
-    begin and end within one step. Sums begin as 0 but for whole samples; `dq_kernel` finishes them.
+    TILES, single, pairs and units are those of `schedule.KeyTiles`; every tile is seen by a query.
+    Grid: as many CTAs as run at once, at most one for each unit. COUNTER: int32, 0; without
+    BY_COUNTER units are dealt in a zig-zag. `scale` holds log2(e) too. NARROW: a window may begin
+    and end within one step. Sums begin as 0 but for whole samples; `dq_kernel` finishes them.
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     K_STAGES: tl.constexpr = 2
@@ -393,60 +417,92 @@ def hopper_backward_kernel(
     v_empty = tlx.alloc_warp_barrier(1, 4, 2)
     q_full = tlx.alloc_barriers(Q_STAGES, arrive_count=1)
     q_empty = tlx.alloc_warp_barrier(Q_STAGES, 4, 2)
-    turns = tl.load(TURNS + tl.program_id(0))
+    numbers = tlx.local_alloc((1,), tl.int32, TILE_STAGES)
+    number_full = tlx.alloc_warp_barrier(TILE_STAGES, 4)
+    number_empty = tlx.alloc_warp_barrier(TILE_STAGES, 4, 2)
     # Named barriers: at 9 + cid a consumer waits for the other's dS, at 11 + cid for its last dQ.
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
             count = 0
-            for turn in tl.range(0, turns):
-                row = TILES + (turn * tl.num_programs(0) + tl.program_id(0)) * 10
-                k_first, keys, first_j, kv_head = _keys(row)
-                out_first, queries, stats_first, q_begin, q_end = _queries(row)
-                q_first = 0 if BROADCAST else out_first
-                ks = turn % K_STAGES
-                # The stage is left in the first step of the tile before.
-                tlx.barrier_wait(k_empty[ks], (((turn + 1) // K_STAGES) & 1) ^ 1)
-                tlx.barrier_expect_bytes(k_full[ks], 2 * TILE_BYTES)
-                copy_rows(desc_k, k_tiles[ks], k_full[ks], k_first, keys, first_j, kv_head)
-                blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
-                for g in tl.range(0, GROUP):
-                    head = kv_head * GROUP + g
-                    for x in tl.range(0, blocks):
-                        m = q_begin + x * BLOCK_Q
-                        st = count % Q_STAGES
-                        tlx.barrier_wait(q_empty[st], ((count // Q_STAGES) & 1) ^ 1)
-                        tlx.barrier_expect_bytes(q_full[st], Q_BYTES)
-                        for u in tl.static_range(Q_TILES):
-                            at = Q_TILES * st + u
-                            i = m + 64 * u
-                            copy_rows(desc_q, q_tiles[at], q_full[st], q_first, queries, i, head)
-                            copy_rows(
-                                desc_do, do_tiles[at], q_full[st], out_first, queries, i, head
-                            )
-                            place = head.to(tl.int64) * stats + stats_first + i
-                            tlx.async_load(
-                                LSE2 + place, lse_tiles[at], bulk=True, bulk_size=256,
-                                barrier=q_full[st],
-                            )  # fmt: skip
-                            tlx.async_load(
-                                DELTA + place, delta_tiles[at], bulk=True, bulk_size=256,
-                                barrier=q_full[st],
-                            )  # fmt: skip
-                        # The values' one stage becomes free later than that of these queries.
-                        if (g == 0) & (x == 0):
-                            tlx.barrier_wait(v_empty[0], (turn & 1) ^ 1)
-                            tlx.barrier_expect_bytes(v_full[0], 2 * TILE_BYTES)
-                            for c in tl.static_range(2):
-                                j = first_j + 64 * c
-                                copy_rows(desc_v, v_tiles[c], v_full[0], k_first, keys, j, kv_head)
-                        count += 1
+            tile = 0
+            number = tl.program_id(0)
+            if BY_COUNTER:
+                taken = ask(COUNTER, True, 1)
+            turn = 0
+            while number >= 0:
+                first_row, rows = _unit(number, single, pairs)
+                if BY_COUNTER:
+                    number = answer(taken, 1)
+                    taken = ask(COUNTER, True, 1)
+                else:
+                    turn += 1
+                    number = turn * tl.num_programs(0) + dealt_place(turn, 1)
+                number = tl.where(number < units, number, -1)
+                next_row, _ = _unit(number, single, pairs)
+                for r in tl.range(first_row, first_row + rows):
+                    after = tl.where(r + 1 < first_row + rows, r + 1, next_row)
+                    hand_over(numbers, number_full, number_empty, tile, after)
+                    row = TILES + r * 10
+                    k_first, keys, first_j, kv_head = _keys(row)
+                    out_first, queries, stats_first, q_begin, q_end = _queries(row)
+                    q_first = 0 if BROADCAST else out_first
+                    ks = tile % K_STAGES
+                    # The stage is left in the first step of the tile before.
+                    tlx.barrier_wait(k_empty[ks], (((tile + 1) // K_STAGES) & 1) ^ 1)
+                    tlx.barrier_expect_bytes(k_full[ks], 2 * TILE_BYTES)
+                    copy_rows(desc_k, k_tiles[ks], k_full[ks], k_first, keys, first_j, kv_head)
+                    blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
+                    for g in tl.range(0, GROUP):
+                        head = kv_head * GROUP + g
+                        for x in tl.range(0, blocks):
+                            m = q_begin + x * BLOCK_Q
+                            st = count % Q_STAGES
+                            tlx.barrier_wait(q_empty[st], ((count // Q_STAGES) & 1) ^ 1)
+                            tlx.barrier_expect_bytes(q_full[st], Q_BYTES)
+                            for u in tl.static_range(Q_TILES):
+                                at = Q_TILES * st + u
+                                i = m + 64 * u
+                                copy_rows(
+                                    desc_q, q_tiles[at], q_full[st], q_first, queries, i, head
+                                )
+                                copy_rows(
+                                    desc_do,
+                                    do_tiles[at],
+                                    q_full[st],
+                                    out_first,
+                                    queries,
+                                    i,
+                                    head,
+                                )
+                                place = head.to(tl.int64) * stats + stats_first + i
+                                tlx.async_load(
+                                    LSE2 + place, lse_tiles[at], bulk=True, bulk_size=256,
+                                    barrier=q_full[st],
+                                )  # fmt: skip
+                                tlx.async_load(
+                                    DELTA + place, delta_tiles[at], bulk=True, bulk_size=256,
+                                    barrier=q_full[st],
+                                )  # fmt: skip
+                            # The values' one stage becomes free later than that of these queries.
+                            if (g == 0) & (x == 0):
+                                tlx.barrier_wait(v_empty[0], (tile & 1) ^ 1)
+                                tlx.barrier_expect_bytes(v_full[0], 2 * TILE_BYTES)
+                                for c in tl.static_range(2):
+                                    j = first_j + 64 * c
+                                    copy_rows(
+                                        desc_v, v_tiles[c], v_full[0], k_first, keys, j, kv_head
+                                    )
+                            count += 1
+                    tile += 1
 
         with tlx.async_task(num_warps=4, registers=240, replicate=2):
             cid: tl.constexpr = tlx.async_task_replica_id()
             count = 0
-            for turn in tl.range(0, turns):
-                row = TILES + (turn * tl.num_programs(0) + tl.program_id(0)) * 10
+            tile = 0
+            number, _ = _unit(tl.program_id(0), single, pairs)
+            while number >= 0:
+                row = TILES + number * 10
                 k_first, keys, first_j, kv_head = _keys(row)
                 out_first, queries, stats_first, q_begin, q_end = _queries(row)
                 order = 0 if BROADCAST or HAS_LEFT or HAS_RIGHT else tl.load(row + 9)
@@ -466,17 +522,17 @@ def hopper_backward_kernel(
                     inner = tl.minimum(inner, mine)
                 if HAS_LEFT:
                     outer = tl.minimum(tl.maximum(first + left + 1, 0) // BLOCK_Q, mine)
-                ks = turn % K_STAGES
+                ks = tile % K_STAGES
                 j = first + tl.arange(0, 64)
                 dk = tl.zeros([64, BLOCK_D], tl.float32)
                 dv = tl.zeros([64, BLOCK_D], tl.float32)
                 buffers = (
                     k_tiles[ks], v_tiles[cid], q_tiles, do_tiles,
                     lse_tiles, delta_tiles, ds_tiles, ds_stages, dq_stages, v_empty[0],
-                    k_empty[(turn + 1) % K_STAGES], q_full, q_empty,
+                    k_empty[(tile + 1) % K_STAGES], q_full, q_empty,
                 )  # fmt: skip
-                tlx.barrier_wait(k_full[ks], (turn // K_STAGES) & 1)
-                tlx.barrier_wait(v_full[0], turn & 1)
+                tlx.barrier_wait(k_full[ks], (tile // K_STAGES) & 1)
+                tlx.barrier_wait(v_full[0], tile & 1)
                 for g in tl.range(0, GROUP):
                     head = kv_head * GROUP + g
                     dq_tile = q_begin if BROADCAST else stats_first + q_begin
@@ -534,4 +590,6 @@ def hopper_backward_kernel(
                 for part in tl.static_range(BLOCK_D // 64):
                     stage = ds_stages[2 * part + cid]
                     store_columns(desc_dv, stage, k_first, keys, first_j, kv_head, 64 * part)
+                number = handed_over(numbers, number_full, number_empty, tile)
+                tile += 1
             tlx.async_descriptor_store_wait(0)

@@ -21,7 +21,16 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gem.attention.backends.tlx_common import copy_rows, dealt_turns, store_rows
+from gem.attention.backends.tlx_common import (
+    TILE_STAGES,
+    answer,
+    ask,
+    copy_rows,
+    dealt_turns,
+    hand_over,
+    handed_over,
+    store_rows,
+)
 from gem.attention.backends.tlx_forward_steps import (
     Consumer,
     Options,
@@ -31,17 +40,7 @@ from gem.attention.backends.tlx_forward_steps import (
     rest_of_tile,
     step,
 )
-from gem.attention.backends.tlx_forward_tiles import (
-    TILE_STAGES,
-    answer,
-    ask,
-    hand_over,
-    handed_over,
-    keys_of,
-    most_turns,
-    queries_of,
-    row_of,
-)
+from gem.attention.backends.tlx_forward_tiles import keys_of, most_turns, queries_of, row_of
 
 
 @triton.jit
