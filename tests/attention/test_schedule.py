@@ -11,6 +11,7 @@ CPU = torch.device("cpu")
 WINDOWS = [(None, None), (None, 0), (5, 0), (7, 3), (None, 4), (2, None), (0, 0)]
 # Broadcast attention has no window.
 FORMS = [*((*window, False) for window in WINDOWS), (None, None, True)]
+CTAS = (1, 3, 7)
 
 
 def visible_keys(queries, keys, first, last, left, right):
@@ -114,16 +115,26 @@ def test_no_keys_at_all():
         assert schedule.query_tiles(lengths, 0, None, None, 64, CPU).shape == (0, 2)
 
 
-def tile_loads(tiles, block_k):
-    """Blocks of keys of each CTA, as the kernel deals the table."""
-    rows = tiles.table.tolist()
-    for ctas in (1, 7, 132):
-        loads = [0] * ctas
-        for place, row in enumerate(rows):
-            turn, at = divmod(place, ctas)
-            cta = at if turn % 2 == 0 else ctas - 1 - at
-            loads[cta] += -(-(row[3] - row[2]) // block_k)
-        yield ctas, loads
+def blocks_of(rows, block):
+    """Blocks that tiles see, in all."""
+    return sum(-(-(row[3] - row[2]) // block) for row in rows)
+
+
+def zigzag(rows, ctas):
+    """The tiles of each CTA, as the forward deals a table."""
+    hands = [[] for _ in range(ctas)]
+    for place, row in enumerate(rows):
+        turn, at = divmod(place, ctas)
+        hands[at if turn % 2 == 0 else ctas - 1 - at].append(row)
+    return hands
+
+
+def hands_of(tiles):
+    """The tiles of each CTA, as the backward reads `schedule.KeyTiles`."""
+    assert tiles.table.dtype == tiles.turns.dtype == torch.int32
+    rows, turns, ctas = tiles.table.tolist(), tiles.turns.tolist(), len(tiles.turns)
+    assert tiles.table.shape == (max(turns) * ctas, 10)
+    return [[rows[turn * ctas + cta] for turn in range(n)] for cta, n in enumerate(turns)]
 
 
 @pytest.mark.parametrize(("left", "right", "shared"), FORMS)
@@ -157,22 +168,31 @@ def test_dealt_tiles_hold_every_tile_of_every_head_once(left, right, shared):
 
 def test_dealt_tiles_balance_the_ctas_and_keep_a_sample_together():
     lengths = torch.randint(1, 2000, (512,), generator=torch.Generator().manual_seed(0))
-    tiles = schedule.dealt_tiles(lengths, 256, None, None, 4, 128, 64, CPU)
-    for ctas, loads in tile_loads(tiles, 64):
+    rows = schedule.dealt_tiles(lengths, 256, None, None, 4, 128, 64, CPU).table.tolist()
+    for ctas in (1, 7, 132):
+        loads = [blocks_of(hand, 64) for hand in zigzag(rows, ctas)]
         assert max(loads) <= 1.02 * sum(loads) / ctas
-    pairs = [(row[0], row[7]) for row in tiles.table.tolist()]
+    pairs = [(row[0], row[7]) for row in rows]
     assert pairs[::2] == pairs[1::2]  # the two tiles of a sample and head
 
 
 @pytest.mark.parametrize("build", [schedule.dealt_tiles, schedule.dealt_keys])
 def test_causal_tiles_are_dealt_evenly_though_sections_end_within_turns(build):
     lengths = torch.full((8,), 4096)
-    loads = {}
-    for sorted_for in (1, 132):
-        tiles = build(lengths, lengths, None, 0, 16, 128, 64, CPU, sorted_for)
-        loads[sorted_for] = dict(tile_loads(tiles, 64))[132]
-    mean = sum(loads[132]) / 132
-    assert max(loads[132]) <= 1.04 * mean < 1.2 * mean <= max(loads[1])
+
+    def built(ctas):
+        return build(lengths, lengths, None, 0, 16, 128, 64, CPU, ctas)
+
+    if build is schedule.dealt_tiles:
+        hands = zigzag(built(132).table.tolist(), 132)
+    else:
+        hands = hands_of(built(132))
+    loads = [blocks_of(hand, 64) for hand in hands]
+    # What is sorted for one CTA only, all of each section, does not deal evenly.
+    others = [blocks_of(hand, 64) for hand in zigzag(built(1).table.tolist(), 132)]
+    mean = sum(loads) / 132
+    assert sum(others) == sum(loads)
+    assert max(loads) <= 1.04 * mean < 1.2 * mean <= max(others)
 
 
 def test_no_tiles_at_all():
@@ -183,21 +203,16 @@ def test_no_tiles_at_all():
     assert tiles.table.shape == tiles.empty.shape == (0, 8)
 
 
-@pytest.mark.parametrize(("left", "right", "shared"), FORMS)
-def test_dealt_keys_hold_every_block_of_every_head_once(left, right, shared):
-    rng = random.Random(3)
-    keys = random_lengths(rng, 12)
-    queries = torch.full_like(keys, 21) if shared else random_lengths(rng, 12)
-    tiles = schedule.dealt_keys(keys, 21 if shared else queries, left, right, 3, 8, 4, CPU)
-    assert tiles.table.dtype == tiles.empty.dtype == torch.int32
+def check_keys(tiles, keys, queries, left, right, heads):
+    """Every block of 8 keys of every head is there once; it sees the queries that see its keys."""
     q_first, k_first = queries.cumsum(0) - queries, keys.cumsum(0) - keys
-    sample_of = torch.repeat_interleave(torch.arange(12), keys).tolist()
-    stats = schedule.statistic_tiles(keys, 21 if shared else queries, 4, CPU)
+    sample_of = torch.repeat_interleave(torch.arange(len(keys)), keys).tolist()
+    stats = schedule.statistic_tiles(keys, queries, 4, CPU)
     seen = {}
-    for row, empty in [(r, False) for r in tiles.table.tolist()] + [
+    for row, empty in [(r, False) for hand in hands_of(tiles) for r in hand] + [
         (r, True) for r in tiles.empty.tolist()
     ]:
-        first_q, n_queries, begin, end, first_key, n_keys, first, head, first_stats = row
+        first_q, n_queries, begin, end, first_key, n_keys, first, head, first_stats, _ = row
         b = sample_of[first_key + first]
         assert (first_q, n_queries) == (q_first[b], queries[b])
         assert (first_key, n_keys) == (k_first[b], keys[b])
@@ -209,37 +224,104 @@ def test_dealt_keys_hold_every_block_of_every_head_once(left, right, shared):
             assert begin % 4 == 0 and 0 <= end - begin - count < 4 and end <= n_queries
             # Where a sample's statistics are is where its first query's are.
             assert first_stats % 4 == 0
-            assert stats[first_stats // 4].tolist() == [first_q, min(4, n_queries)]
+            assert stats[first_stats // 4, :2].tolist() == [first_q, min(4, n_queries)]
         seen[b, first, head] = seen.get((b, first, head), 0) + 1
     expected = {
-        (b, j, h) for b, n in enumerate(keys.tolist()) for j in range(0, n, 8) for h in range(3)
+        (b, j, h) for b, n in enumerate(keys.tolist()) for j in range(0, n, 8) for h in range(heads)
     }
     assert set(seen) == expected and set(seen.values()) == {1}
 
 
+@pytest.mark.parametrize("ctas", CTAS)
+@pytest.mark.parametrize(("left", "right", "shared"), FORMS)
+def test_dealt_keys_hold_every_block_of_every_head_once(left, right, shared, ctas):
+    rng = random.Random(3)
+    keys = random_lengths(rng, 12)
+    queries = torch.full_like(keys, 21) if shared else random_lengths(rng, 12)
+    given = 21 if shared else queries
+    tiles = schedule.dealt_keys(keys, given, left, right, 3, 8, 4, CPU, ctas)
+    assert tiles.empty.dtype == torch.int32 and len(tiles.turns) == ctas
+    check_keys(tiles, keys, queries, left, right, 3)
+    # Nobody has to wait for anybody, or may write sums that others have added to.
+    assert all(row[9] == 0 for hand in hands_of(tiles) for row in hand)
+
+
+@pytest.mark.parametrize("ctas", CTAS)
 @pytest.mark.parametrize(("left", "right"), WINDOWS)
-def test_dealt_keys_begin_with_those_that_most_queries_see(left, right):
+def test_dealt_keys_begin_with_those_that_most_queries_see_and_are_even(left, right, ctas):
     rng = random.Random(4)
     keys, queries = random_lengths(rng, 20), random_lengths(rng, 20)
-    tiles = schedule.dealt_keys(keys, queries, left, right, 2, 8, 4, CPU)
+    tiles = schedule.dealt_keys(keys, queries, left, right, 2, 8, 4, CPU, ctas)
 
     def blocks(row):
         first_q, n_queries, begin, end, first_key, n_keys, first, *_ = row
         return -(-visible_keys(n_keys, n_queries, first, min(first + 8, n_keys), right, left) // 4)
 
-    loads = [blocks(row) for row in tiles.table.tolist()]
-    assert loads == sorted(loads, reverse=True)
+    loads = [[blocks(row) for row in hand] for hand in hands_of(tiles)]
+    assert all(load == sorted(load, reverse=True) for load in loads)
+    # Not `blocks_of`: what a tile sees may begin within a block.
+    sums, most = [sum(load) for load in loads], max(max(load, default=0) for load in loads)
+    assert most and max(sums) - min(sums) <= most
 
 
-def test_no_keys_to_deal():
-    lengths = torch.tensor([0, 0])
-    tiles = schedule.dealt_keys(lengths, 5, None, None, 2, 64, 64, CPU)
-    assert tiles.table.shape == tiles.empty.shape == (0, 9)
-    unseen = schedule.dealt_keys(lengths + 70, lengths, None, None, 2, 64, 64, CPU)
-    assert unseen.table.shape == (0, 9) and unseen.empty.shape == (8, 9)
-    none = lengths[:0]
-    tiles = schedule.dealt_keys(none, none, 3, 0, 2, 64, 64, CPU)
-    assert tiles.table.shape == tiles.empty.shape == (0, 9)
+@pytest.mark.parametrize("ctas", CTAS)
+@pytest.mark.parametrize("whole", [0, 16])
+def test_no_keys_to_deal(ctas, whole):
+    def deal(keys, queries, left=None, right=None):
+        return schedule.dealt_keys(keys, queries, left, right, 2, 64, 64, CPU, ctas, whole)
+
+    zero = torch.tensor([0, 0])
+    unseen = deal(zero + 70, zero)
+    none = zero[:0]
+    for tiles in (deal(zero, 5), unseen, deal(zero + 9, zero), deal(none, none)):
+        assert tiles.table.shape == (0, 10) and tiles.turns.tolist() == [0] * ctas
+    assert unseen.empty.shape == (8, 10) and deal(zero + 9, zero).empty.shape == (4, 10)
+    assert deal(zero, 5).empty.shape == deal(none, none).empty.shape == (0, 10)
+    tiles = schedule.dealt_keys(none, none, 3, 0, 2, 64, 64, CPU, ctas)
+    assert tiles.table.shape == tiles.empty.shape == (0, 10)
+
+
+@pytest.mark.parametrize("ctas", CTAS)
+@pytest.mark.parametrize("whole", [8, 16, 30, 100])
+def test_whole_samples_are_one_ctas_in_the_order_of_their_keys(whole, ctas):
+    rng = random.Random(6)
+    keys, queries = random_lengths(rng, 40), random_lengths(rng, 40)
+    tiles = schedule.dealt_keys(keys, queries, None, None, 3, 8, 4, CPU, ctas, whole)
+    check_keys(tiles, keys, queries, None, None, 3)
+    found = []
+    for hand in hands_of(tiles):
+        orders = [row[9] for row in hand]
+        longer = orders.count(0)
+        assert not any(orders[:longer]) and all(orders[longer:])  # the longer samples first
+        assert all(row[5] > whole for row in hand[:longer])
+        rows = hand[longer:]
+        while rows:
+            n_keys = rows[0][5]
+            tiles_here, rows = rows[: -(-n_keys // 8)], rows[-(-n_keys // 8) :]
+            assert n_keys <= whole
+            (pair,) = {(row[4], row[7]) for row in tiles_here}
+            assert [row[6] for row in tiles_here] == list(range(0, n_keys, 8))
+            assert [row[9] for row in tiles_here] == [1] + [2] * (len(tiles_here) - 1)
+            found.append(pair)
+        samples = [row[1] for row in hand[longer:]]
+        assert samples == sorted(samples, reverse=True)  # those of the most queries first
+    assert (
+        len(found)
+        == len(set(found))
+        == 3 * int(((keys > 0) & (keys <= whole) & (queries > 0)).sum())
+    )
+
+
+@pytest.mark.parametrize("most", [256, 700], ids="up to {} keys".format)
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("ctas", [7, 132])
+def test_whole_samples_leave_the_ctas_even(most, cross, ctas):
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randint(1, most + 1, (4096,), generator=generator)
+    queries = torch.randint(1, 600, (4096,), generator=generator) if cross else keys
+    tiles = schedule.dealt_keys(keys, queries, None, None, 4, 128, 64, CPU, ctas, 256)
+    loads = [blocks_of(hand, 64) for hand in hands_of(tiles)]
+    assert max(loads) <= 1.05 * sum(loads) / ctas
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -251,8 +333,33 @@ def test_statistic_tiles_hold_every_query_once_each_sample_from_a_new_block(shar
     assert tiles.dtype == torch.int32
     first, expected = 0, []
     for n in queries.tolist():
-        expected += [[first + m, min(8, n - m)] for m in range(0, n, 8)]
+        expected += [[first + m, min(8, n - m), 1] for m in range(0, n, 8)]
         first += n
     assert tiles.tolist() == expected
-    assert schedule.statistic_tiles(keys, 0, 8, CPU).shape == (0, 2)
-    assert schedule.statistic_tiles(keys[:0], 21, 8, CPU).shape == (0, 2)
+    assert schedule.statistic_tiles(keys, 0, 8, CPU).shape == (0, 3)
+    assert schedule.statistic_tiles(keys[:0], 21, 8, CPU).shape == (0, 3)
+
+
+@pytest.mark.parametrize("whole", [1, 16, 100])
+def test_sums_begin_as_zero_but_for_whole_samples_with_keys(whole):
+    """Where there are no keys nobody writes sums; the queries' gradient is 0 nevertheless."""
+    rng = random.Random(7)
+    keys, queries = random_lengths(rng, 30), random_lengths(rng, 30)
+    tiles = schedule.statistic_tiles(keys, queries, 8, CPU, whole)
+    clear = [
+        int(k == 0 or k > whole)
+        for k, n in zip(keys.tolist(), queries.tolist(), strict=True)
+        for _ in range(0, n, 8)
+    ]
+    assert tiles[:, 2].tolist() == clear and 0 < sum(clear) < len(clear)
+    assert torch.equal(tiles[:, :2], schedule.statistic_tiles(keys, queries, 8, CPU)[:, :2])
+    # Exactly these samples have a first tile that writes.
+    dealt = schedule.dealt_keys(keys, queries, None, None, 1, 8, 8, CPU, 3, whole)
+    written = {row[0] for hand in hands_of(dealt) for row in hand if row[9] == 1}
+    starts = (queries.cumsum(0) - queries).tolist()
+    cleared = {row[0] for row in tiles.tolist() if row[2]}
+    assert written.isdisjoint(cleared)
+    assert written == {
+        first for first, k, n in zip(starts, keys.tolist(), queries.tolist(), strict=True)
+        if n and 0 < k <= whole
+    }  # fmt: skip

@@ -169,7 +169,7 @@ DROPPED = (
     "barrier_wait", "barrier_arrive", "barrier_expect_bytes", "fence",
     "async_descriptor_store_wait", "named_barrier_wait", "named_barrier_arrive",
     "async_descriptor_load", "async_descriptor_store", "copy_rows", "store_rows", "store_columns",
-    "async_load",
+    "async_load", "wait_for_writes",
 )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ class Launch:
             `queries` makes it broadcast attention.
         processors: of the simulated GPU.
         shape, p_shared: of the forward.
-        deterministic: of the backward.
+        deterministic, whole: of the backward.
     """
 
     dim: int
@@ -53,6 +53,7 @@ class Launch:
     shape: Shape | None = None
     p_shared: bool = False
     deterministic: bool = False
+    whole: bool = False
 
     def problem(self, generator: torch.Generator) -> Problem:
         rest = {k: v for k, v in self.options.items() if k != "queries"}
@@ -68,9 +69,8 @@ class Launch:
                 problem, self.shape, seed, self.processors, p_shared=self.p_shared
             )
             return wrong(problem, out, lse)
-        gradients, _ = differentiated(
-            problem, seed, self.processors, deterministic=self.deterministic
-        )
+        switches = {"deterministic": self.deterministic, "whole": self.whole}
+        gradients, _ = differentiated(problem, seed, self.processors, **switches)
         return wrong_gradients(problem, gradients)
 
 
@@ -135,15 +135,6 @@ def alias(allocation: str, other: str) -> tuple[str, str, str]:
     return "overlapping alias", allocation, f"{allocation.removesuffix(')')}, reuse={other})"
 
 
-# In `tlx_common.dealt_place`, which both persistent kernels take.
-NO_ZIG_ZAG = {
-    "always the first buffer: 'turn % 2' -> '(turn % 2) * 0'": (
-        1,
-        "a CTA counts its turns by the same places, so that without the zig-zag all tiles are"
-        " dealt too, only less evenly",
-    ),
-}
-
 FORWARD = Case(
     "hopper_forward_kernel",
     tlx_hopper_forward,
@@ -168,7 +159,11 @@ FORWARD = Case(
         ),
     ],
     {
-        **NO_ZIG_ZAG,
+        "always the first buffer: 'turn % 2' -> '(turn % 2) * 0'": (
+            1,
+            "a CTA counts its turns by the same places, so that without the zig-zag all tiles are"
+            " dealt too, only less evenly",
+        ),
         "early release: 's = tlx.async_dot_wait(OPTIONS.PIECES, s)\\n"
         "    tlx.barrier_arrive(k_empty)'": (
             1,
@@ -193,13 +188,21 @@ ONE_ORDER = (
     " would do, even one for all"
 )
 
+# Of the step of one tile.
+WAITS = """both consumers are here: they meet before every dQ.
+        if order == 2:
+            if first:
+"""
+
 BACKWARD = Case(
     "hopper_backward_kernel",
     tlx_hopper_backward,
     tlx_backward,
     [
         Launch(128, {"window": (150, 20)}),
-        Launch(64, {}),
+        # Of the samples two are longer than a whole one; the others have one tile, or two.
+        Launch(64, {}, whole=True),
+        Launch(128, {"kv_heads": 2}, whole=True),  # an odd number of steps
         Launch(64, {"causal": True, "kv_heads": 2}, deterministic=True),
         Launch(128, {"queries": 130, "kv_heads": 2}, 3),
         Launch(128, {}, deterministic=True),
@@ -208,9 +211,20 @@ BACKWARD = Case(
         alias("v_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2)", "k_tiles"),
         alias("do_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, Q_TILES * Q_STAGES)", "q_tiles"),
         alias("delta_tiles = tlx.local_alloc((64,), tl.float32, Q_TILES * Q_STAGES)", "lse_tiles"),
+        *(
+            (kind, f"{sums}, order == 1", f"{sums}, {fresh}")
+            for kind, fresh in {
+                "the first tile adds": "order == 5",
+                "every tile of a whole sample writes": "order >= 1",
+                "every tile writes": "True",
+            }.items()
+            for sums in ("dq_stages[0], desc_dq, dq_tile", "desc_dq, dq_tile + HEADS * cid")
+        ),
+        ("adds once earlier writes are read", "bulk.wait_group 0", "bulk.wait_group.read 0"),
+        ("one consumer waits", WAITS, WAITS.replace("first:", "first & mine:")),
+        ("waits where any may come first", WAITS, WAITS.replace("order == 2", "order == 0")),
     ],
     {
-        **NO_ZIG_ZAG,
         "next named barrier: '9' -> '9 + 1'": (1, ONE_ORDER),
         "next named barrier: '11' -> '11 + 1'": (1, ONE_ORDER),
     },
@@ -225,7 +239,11 @@ SHARED_BACKWARD = Case(
         Launch(64, {"queries": 40, "kv_heads": 2}, 4),
         Launch(128, {"queries": 64, "kv_heads": 2}, 2),
     ],
-    [alias("v_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, CONSUMERS * STAGES)", "k_tiles")],
+    [
+        alias("v_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, CONSUMERS * STAGES)", "k_tiles"),
+        alias("out_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2)", "do_tiles"),
+        alias("delta_tiles = tlx.local_alloc((64,), tl.float32, CONSUMERS)", "ds_tiles"),
+    ],
     {
         "always the first buffer: 'turn % 2' -> '(turn % 2) * 0'": (
             1,
