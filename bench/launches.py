@@ -7,7 +7,7 @@
 A shape is CONSUMERSxKEYS.STAGES.Q_STAGES.REGISTERS with the letters p (ping-pong), w (probabilities
 carried in float32), k (keeps its queries) and c (counter), as in `tlx_.Shape`; `chosen` is what the
 backend takes by itself. A backward has forms instead (`tlx_backward.Form`), of which `keys split`
-is that of `deterministic=True`; Triton's stands beside them.
+is that of `deterministic=True` where not all samples can be whole; Triton's stands beside them.
 
 A GPU's clock falls as it gets hot, and whoever is measured first has an advantage. So all graphs
 are captured first and then replayed in turns; the figure is the median over the rounds' medians.

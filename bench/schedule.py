@@ -58,21 +58,27 @@ def builders(row: Row) -> dict[str, Callable[[torch.Tensor], object]]:
         blocks = 64 * shape.consumers, shape.keys
         return schedule.dealt_tiles(x, queries(x), left, right, row.heads, *blocks, CPU, PROCESSORS)
 
-    def dealt_keys(x: torch.Tensor) -> schedule.DealtTiles:
+    def whole(lengths: torch.Tensor) -> int:
+        short = (lengths > 0) & (lengths <= tlx_backward.WHOLE_KEYS)
+        enough = int(short.sum()) * row.kv_heads >= tlx_backward.LEAST_WHOLE * PROCESSORS
+        jagged = not row.broadcast and left is None and right is None
+        return tlx_backward.WHOLE_KEYS if jagged and enough else 0
+
+    def dealt_keys(x: torch.Tensor) -> schedule.KeyTiles:
         blocks = tlx_backward.BLOCK_K, block_q
         return schedule.dealt_keys(
-            x, queries(x), left, right, row.kv_heads, *blocks, CPU, PROCESSORS
+            x, queries(x), left, right, row.kv_heads, *blocks, CPU, PROCESSORS, whole(x) > 0
         )
+
+    def statistic_tiles(x: torch.Tensor) -> torch.Tensor:
+        return schedule.statistic_tiles(x, queries(x), block_q, CPU, whole(x))
 
     found = {"dealt_tiles": dealt_tiles}
     kept = row.broadcast and tlx_backward.keeps_queries(row.queries, row.heads, row.kv_heads)
     if kept:
-        workers, block_q = PROCESSORS // row.heads, 64
-        found["key_segments"] = lambda x: schedule.key_segments(x, workers, CPU)
-    else:
-        found["dealt_keys"] = dealt_keys
-    found["statistic_tiles"] = lambda x: schedule.statistic_tiles(x, queries(x), block_q, CPU)
-    return found
+        workers = PROCESSORS // row.heads
+        return found | {"key_segments": lambda x: schedule.key_segments(x, workers, CPU)}
+    return found | {"dealt_keys": dealt_keys, "statistic_tiles": statistic_tiles}
 
 
 def milliseconds(row: Row, build: Callable[[torch.Tensor], object], builds: int) -> float:

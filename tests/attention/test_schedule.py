@@ -11,7 +11,6 @@ CPU = torch.device("cpu")
 WINDOWS = [(None, None), (None, 0), (5, 0), (7, 3), (None, 4), (2, None), (0, 0)]
 # Broadcast attention has no window.
 FORMS = [*((*window, False) for window in WINDOWS), (None, None, True)]
-CTAS = (1, 3, 7)
 
 
 def visible_keys(queries, keys, first, last, left, right):
@@ -129,12 +128,15 @@ def zigzag(rows, ctas):
     return hands
 
 
-def hands_of(tiles):
-    """The tiles of each CTA, as the backward reads `schedule.KeyTiles`."""
-    assert tiles.table.dtype == tiles.turns.dtype == torch.int32
-    rows, turns, ctas = tiles.table.tolist(), tiles.turns.tolist(), len(tiles.turns)
-    assert tiles.table.shape == (max(turns) * ctas, 10)
-    return [[rows[turn * ctas + cta] for turn in range(n)] for cta, n in enumerate(turns)]
+def units_of(tiles):
+    """What CTAs take at a time, as the backward reads `schedule.KeyTiles`."""
+    rows, at, units = tiles.table.tolist(), 0, []
+    for unit in range(tiles.units):
+        two = tiles.single <= unit < tiles.single + tiles.pairs
+        units.append(rows[at : at + 1 + two])
+        at += 1 + two
+    assert at == len(rows) and tiles.table.dtype == torch.int32
+    return units
 
 
 @pytest.mark.parametrize(("left", "right", "shared"), FORMS)
@@ -183,11 +185,7 @@ def test_causal_tiles_are_dealt_evenly_though_sections_end_within_turns(build):
     def built(ctas):
         return build(lengths, lengths, None, 0, 16, 128, 64, CPU, ctas)
 
-    if build is schedule.dealt_tiles:
-        hands = zigzag(built(132).table.tolist(), 132)
-    else:
-        hands = hands_of(built(132))
-    loads = [blocks_of(hand, 64) for hand in hands]
+    loads = [blocks_of(hand, 64) for hand in zigzag(built(132).table.tolist(), 132)]
     # What is sorted for one CTA only, all of each section, does not deal evenly.
     others = [blocks_of(hand, 64) for hand in zigzag(built(1).table.tolist(), 132)]
     mean = sum(loads) / 132
@@ -209,7 +207,7 @@ def check_keys(tiles, keys, queries, left, right, heads):
     sample_of = torch.repeat_interleave(torch.arange(len(keys)), keys).tolist()
     stats = schedule.statistic_tiles(keys, queries, 4, CPU)
     seen = {}
-    for row, empty in [(r, False) for hand in hands_of(tiles) for r in hand] + [
+    for row, empty in [(r, False) for unit in units_of(tiles) for r in unit] + [
         (r, True) for r in tiles.empty.tolist()
     ]:
         first_q, n_queries, begin, end, first_key, n_keys, first, head, first_stats, _ = row
@@ -232,96 +230,70 @@ def check_keys(tiles, keys, queries, left, right, heads):
     assert set(seen) == expected and set(seen.values()) == {1}
 
 
-@pytest.mark.parametrize("ctas", CTAS)
 @pytest.mark.parametrize(("left", "right", "shared"), FORMS)
-def test_dealt_keys_hold_every_block_of_every_head_once(left, right, shared, ctas):
+def test_dealt_keys_hold_every_block_of_every_head_once(left, right, shared):
     rng = random.Random(3)
     keys = random_lengths(rng, 12)
     queries = torch.full_like(keys, 21) if shared else random_lengths(rng, 12)
-    given = 21 if shared else queries
-    tiles = schedule.dealt_keys(keys, given, left, right, 3, 8, 4, CPU, ctas)
-    assert tiles.empty.dtype == torch.int32 and len(tiles.turns) == ctas
+    tiles = schedule.dealt_keys(keys, 21 if shared else queries, left, right, 3, 8, 4, CPU, 7)
+    assert tiles.empty.dtype == torch.int32
     check_keys(tiles, keys, queries, left, right, 3)
+    assert tiles.units == tiles.single == len(tiles.table) and tiles.pairs == 0
     # Nobody has to wait for anybody, or may write sums that others have added to.
-    assert all(row[9] == 0 for hand in hands_of(tiles) for row in hand)
+    assert not tiles.table[:, 9].any()
 
 
-@pytest.mark.parametrize("ctas", CTAS)
 @pytest.mark.parametrize(("left", "right"), WINDOWS)
-def test_dealt_keys_begin_with_those_that_most_queries_see_and_are_even(left, right, ctas):
+def test_dealt_keys_begin_with_those_that_most_queries_see(left, right):
     rng = random.Random(4)
     keys, queries = random_lengths(rng, 20), random_lengths(rng, 20)
-    tiles = schedule.dealt_keys(keys, queries, left, right, 2, 8, 4, CPU, ctas)
+    tiles = schedule.dealt_keys(keys, queries, left, right, 2, 8, 4, CPU)
 
     def blocks(row):
         first_q, n_queries, begin, end, first_key, n_keys, first, *_ = row
         return -(-visible_keys(n_keys, n_queries, first, min(first + 8, n_keys), right, left) // 4)
 
-    loads = [[blocks(row) for row in hand] for hand in hands_of(tiles)]
-    assert all(load == sorted(load, reverse=True) for load in loads)
-    # Not `blocks_of`: what a tile sees may begin within a block.
-    sums, most = [sum(load) for load in loads], max(max(load, default=0) for load in loads)
-    assert most and max(sums) - min(sums) <= most
+    loads = [blocks(row) for row in tiles.table.tolist()]
+    assert loads == sorted(loads, reverse=True) and max(loads) > 1
 
 
-@pytest.mark.parametrize("ctas", CTAS)
-@pytest.mark.parametrize("whole", [0, 16])
-def test_no_keys_to_deal(ctas, whole):
-    def deal(keys, queries, left=None, right=None):
-        return schedule.dealt_keys(keys, queries, left, right, 2, 64, 64, CPU, ctas, whole)
+@pytest.mark.parametrize("whole", [False, True])
+def test_no_keys_to_deal(whole):
+    def deal(keys, queries):
+        return schedule.dealt_keys(keys, queries, None, None, 2, 64, 64, CPU, 3, whole)
 
     zero = torch.tensor([0, 0])
     unseen = deal(zero + 70, zero)
     none = zero[:0]
     for tiles in (deal(zero, 5), unseen, deal(zero + 9, zero), deal(none, none)):
-        assert tiles.table.shape == (0, 10) and tiles.turns.tolist() == [0] * ctas
+        assert tiles.table.shape == (0, 10)
+        assert tiles.units == tiles.single == tiles.pairs == 0
     assert unseen.empty.shape == (8, 10) and deal(zero + 9, zero).empty.shape == (4, 10)
     assert deal(zero, 5).empty.shape == deal(none, none).empty.shape == (0, 10)
-    tiles = schedule.dealt_keys(none, none, 3, 0, 2, 64, 64, CPU, ctas)
+    tiles = schedule.dealt_keys(none, none, 3, 0, 2, 64, 64, CPU)
     assert tiles.table.shape == tiles.empty.shape == (0, 10)
 
 
-@pytest.mark.parametrize("ctas", CTAS)
-@pytest.mark.parametrize("whole", [8, 16, 30, 100])
-def test_whole_samples_are_one_ctas_in_the_order_of_their_keys(whole, ctas):
+@pytest.mark.parametrize("most", [8, 16, 40])
+def test_whole_samples_are_taken_at_once_in_the_order_of_their_keys(most):
     rng = random.Random(6)
-    keys, queries = random_lengths(rng, 40), random_lengths(rng, 40)
-    tiles = schedule.dealt_keys(keys, queries, None, None, 3, 8, 4, CPU, ctas, whole)
+    keys, queries = (random_lengths(rng, 40).clamp(max=most) for _ in range(2))
+    tiles = schedule.dealt_keys(keys, queries, None, None, 3, 8, 4, CPU, 7, True)
     check_keys(tiles, keys, queries, None, None, 3)
+    units = units_of(tiles)
+    longer, rest = units[: tiles.single], units[tiles.single :]
+    assert all(row[5] > 16 and row[9] == 0 for (row,) in longer)
     found = []
-    for hand in hands_of(tiles):
-        orders = [row[9] for row in hand]
-        longer = orders.count(0)
-        assert not any(orders[:longer]) and all(orders[longer:])  # the longer samples first
-        assert all(row[5] > whole for row in hand[:longer])
-        rows = hand[longer:]
-        while rows:
-            n_keys = rows[0][5]
-            tiles_here, rows = rows[: -(-n_keys // 8)], rows[-(-n_keys // 8) :]
-            assert n_keys <= whole
-            (pair,) = {(row[4], row[7]) for row in tiles_here}
-            assert [row[6] for row in tiles_here] == list(range(0, n_keys, 8))
-            assert [row[9] for row in tiles_here] == [1] + [2] * (len(tiles_here) - 1)
-            found.append(pair)
-        samples = [row[1] for row in hand[longer:]]
-        assert samples == sorted(samples, reverse=True)  # those of the most queries first
-    assert (
-        len(found)
-        == len(set(found))
-        == 3 * int(((keys > 0) & (keys <= whole) & (queries > 0)).sum())
-    )
-
-
-@pytest.mark.parametrize("most", [256, 700], ids="up to {} keys".format)
-@pytest.mark.parametrize("cross", [False, True])
-@pytest.mark.parametrize("ctas", [7, 132])
-def test_whole_samples_leave_the_ctas_even(most, cross, ctas):
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randint(1, most + 1, (4096,), generator=generator)
-    queries = torch.randint(1, 600, (4096,), generator=generator) if cross else keys
-    tiles = schedule.dealt_keys(keys, queries, None, None, 4, 128, 64, CPU, ctas, 256)
-    loads = [blocks_of(hand, 64) for hand in hands_of(tiles)]
-    assert max(loads) <= 1.05 * sum(loads) / ctas
+    for rows in rest:
+        assert {row[5] for row in rows} == {rows[0][5]} and rows[0][5] <= 8 * len(rows)
+        assert [row[6] for row in rows] == [0, 8][: len(rows)]
+        assert [row[9] for row in rows] == [1, 2][: len(rows)]
+        found += {(row[4], row[7]) for row in rows}
+    short = (keys > 0) & (keys <= 16) & (queries > 0)
+    assert len(found) == len(set(found)) == len(rest) == 3 * int(short.sum()) > 0
+    for part in (longer, rest[: tiles.pairs], rest[tiles.pairs :]):
+        steps = [blocks_of(rows[:1], 4) for rows in part]
+        assert steps == sorted(steps, reverse=True)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -340,7 +312,7 @@ def test_statistic_tiles_hold_every_query_once_each_sample_from_a_new_block(shar
     assert schedule.statistic_tiles(keys[:0], 21, 8, CPU).shape == (0, 3)
 
 
-@pytest.mark.parametrize("whole", [1, 16, 100])
+@pytest.mark.parametrize("whole", [16, 20])
 def test_sums_begin_as_zero_but_for_whole_samples_with_keys(whole):
     """Where there are no keys nobody writes sums; the queries' gradient is 0 nevertheless."""
     rng = random.Random(7)
@@ -354,8 +326,8 @@ def test_sums_begin_as_zero_but_for_whole_samples_with_keys(whole):
     assert tiles[:, 2].tolist() == clear and 0 < sum(clear) < len(clear)
     assert torch.equal(tiles[:, :2], schedule.statistic_tiles(keys, queries, 8, CPU)[:, :2])
     # Exactly these samples have a first tile that writes.
-    dealt = schedule.dealt_keys(keys, queries, None, None, 1, 8, 8, CPU, 3, whole)
-    written = {row[0] for hand in hands_of(dealt) for row in hand if row[9] == 1}
+    dealt = schedule.dealt_keys(keys, queries, None, None, 1, whole // 2, 8, CPU, 3, True)
+    written = {row[0] for row in dealt.table.tolist() if row[9] == 1}
     starts = (queries.cumsum(0) - queries).tolist()
     cleared = {row[0] for row in tiles.tolist() if row[2]}
     assert written.isdisjoint(cleared)

@@ -7,6 +7,7 @@ from bench import launches
 from bench.launches import backwards, forwards, name_of, shape_from, with_every_switch
 from bench.timing import in_rounds, side_stream
 from gem.attention.backends.tlx_ import Shape
+from gem.attention.simulator import simulated
 from gem.attention.testing import Judge, random_problem
 
 
@@ -46,6 +47,23 @@ def test_without_a_gpu_there_is_nothing_to_measure(capsys):
     assert "no CUDA device" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("queries", "options", "names"),
+    [
+        (None, {}, ["chosen (keys)", "keys split", "keys whole"]),
+        (None, {"causal": True}, ["chosen (keys)", "keys split"]),
+        (40, {}, ["chosen (queries)", "keys", "keys split"]),
+        (70, {}, ["chosen (keys)", "keys split"]),
+    ],
+    ids=str,
+)
+def test_a_backward_has_every_form_that_can_serve(queries, options, names):
+    lengths = [70, 0, 9]
+    problem = random_problem(queries or lengths, lengths, dim=64, dtype=torch.bfloat16, **options)
+    with simulated():
+        assert list(backwards(problem)) == [*names, "triton"]
+
+
 @pytest.mark.gpu
 def test_every_launch_is_right_and_timed():
     device = torch.device("cuda")
@@ -56,5 +74,5 @@ def test_every_launch_is_right_and_timed():
         for name, call in calls.items():
             assert all(c.ratio <= 1 for c in judge.compare(call()).values()), name
         ms = in_rounds({name: [call] for name, call in calls.items()}, device, 2, 0.1)
-    forms = {"chosen (keys)", "keys split", "triton"}
-    assert forms < set(ms) and len(ms) == 5 and all(x > 0 for x in ms.values())
+    forms = {"chosen (keys)", "keys split", "keys whole", "triton"}
+    assert forms < set(ms) and len(ms) == 6 and all(x > 0 for x in ms.values())

@@ -17,10 +17,20 @@ def test_builders_take_what_the_backends_would():
     windowed = schedule.builders(rows["window_256"])
     assert set(windowed) == {"dealt_tiles", "dealt_keys", "statistic_tiles"}
     few = schedule.builders(rows["b1024_q64_h4_d128_k512_s0.5"])
-    assert set(few) == {"dealt_tiles", "key_segments", "statistic_tiles"}
+    assert set(few) == {"dealt_tiles", "key_segments"}
     assert few["key_segments"](torch.full((100,), 500)).workers == 33
     (row,) = windowed["dealt_tiles"](torch.tensor([1000])).table[-1:].tolist()
     assert row[3] - row[2] < 1000  # the window is there
+    short, few = torch.full((200,), 256), torch.full((9,), 256)
+    for kinds, lengths, whole in (
+        (schedule.builders(rows["self_k256_s0.5"]), short, True),
+        (schedule.builders(rows["self_k256_s0.5"]), few, False),
+        (windowed, short, False),
+        (broadcast, short, False),
+    ):
+        dealt = kinds["dealt_keys"](lengths)
+        assert bool(dealt.table[:, 9].any()) is whole
+        assert bool(kinds["statistic_tiles"](lengths)[:, 2].all()) is not whole
 
 
 def test_the_command_writes_figures(tmp_path, capsys):

@@ -222,6 +222,7 @@ BACKWARD = Case(
         ),
         ("adds once earlier writes are read", "bulk.wait_group 0", "bulk.wait_group.read 0"),
         ("one consumer waits", WAITS, WAITS.replace("first:", "first & mine:")),
+        ("the other consumer waits", WAITS, WAITS.replace("first:", "first & (not mine):")),
         ("waits where any may come first", WAITS, WAITS.replace("order == 2", "order == 0")),
     ],
     {
