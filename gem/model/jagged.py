@@ -65,11 +65,11 @@ class Blocks:
 
     def pack(self, x: Tensor, heads: int) -> Tensor:
         """x [rows, heads * d] -> [blocks, heads, size, d]; padding holds some row's values."""
-        return _Pack.apply(x, self, heads)
+        return _Pack.apply(x, *self._indices(heads), heads, self.size)
 
     def unpack(self, x: Tensor) -> Tensor:
         """x [blocks, heads, size, d] -> [rows, heads * d]."""
-        return _Unpack.apply(x, self)
+        return _Unpack.apply(x, *self._indices(x.shape[1]), self.valid)
 
     def _indices(self, heads: int) -> tuple[Tensor, Tensor]:
         """Gathers on [rows * heads, d] and on [blocks * heads * size, d]; made once per batch."""
@@ -81,38 +81,42 @@ class Blocks:
             self._by_heads[heads] = into.flatten(), out.flatten()
         return self._by_heads[heads]
 
-    def _gather_blocks(self, x: Tensor, heads: int) -> Tensor:
-        flat = x.reshape(-1, x.shape[1] // heads).index_select(0, self._indices(heads)[0])
-        return flat.view(-1, heads, self.size, flat.shape[1])
 
-    def _gather_rows(self, x: Tensor) -> Tensor:
-        heads, width = x.shape[1], x.shape[3]
-        flat = x.reshape(-1, width).index_select(0, self._indices(heads)[1])
-        return flat.view(-1, heads * width)
+def _gather_blocks(x: Tensor, into: Tensor, heads: int, size: int) -> Tensor:
+    flat = x.reshape(-1, x.shape[1] // heads).index_select(0, into)
+    return flat.view(-1, heads, size, flat.shape[1])
+
+
+def _gather_rows(x: Tensor, out: Tensor) -> Tensor:
+    heads, width = x.shape[1], x.shape[3]
+    return x.reshape(-1, width).index_select(0, out).view(-1, heads * width)
 
 
 class _Pack(torch.autograd.Function):
     """Rows to blocks; the gradient of a row is the one of its slot, padding has none."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, blocks: Blocks, heads: int) -> Tensor:
-        ctx.blocks = blocks
-        return blocks._gather_blocks(x, heads)
+    def forward(ctx, x: Tensor, into: Tensor, out: Tensor, heads: int, size: int) -> Tensor:
+        ctx.save_for_backward(out)
+        return _gather_blocks(x, into, heads, size)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.blocks._gather_rows(grad), None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (out,) = ctx.saved_tensors
+        return _gather_rows(grad, out), None, None, None, None
 
 
 class _Unpack(torch.autograd.Function):
     """Blocks to rows; padding slots get a zero gradient."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, blocks: Blocks) -> Tensor:
-        ctx.blocks, ctx.heads = blocks, x.shape[1]
-        return blocks._gather_rows(x)
+    def forward(ctx, x: Tensor, into: Tensor, out: Tensor, valid: Tensor) -> Tensor:
+        ctx.save_for_backward(into, valid)
+        ctx.heads = x.shape[1]
+        return _gather_rows(x, out)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        packed = ctx.blocks._gather_blocks(grad, ctx.heads)
-        return packed.mul_(ctx.blocks.valid[:, None, :, None]), None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        into, valid = ctx.saved_tensors
+        packed = _gather_blocks(grad, into, ctx.heads, valid.shape[1])
+        return packed.mul_(valid[:, None, :, None]), None, None, None
