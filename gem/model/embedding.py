@@ -60,6 +60,10 @@ class Embeddings(nn.Module):
         pooled_in_bag = {name for names in bags.values() for name in names}
         self.in_bag = [i for i, f in enumerate(self.sparse) if f.name in pooled_in_bag]
         self.after = [i for i, f in enumerate(self.sparse) if f.name not in pooled_in_bag]
+        # On the device: a permutation made from a list would be copied there, and waited for.
+        for name in ("in_bag", "after"):
+            order = torch.tensor(getattr(self, name), dtype=torch.int32)
+            self.register_buffer(f"_{name}", order, persistent=False)
         sizes = schema.tables()
         self.bags = self.events = None
         if bags:
@@ -116,28 +120,37 @@ class Embeddings(nn.Module):
         pooled: dict[str, Tensor] = {}
         rows: dict[str, JaggedTensor] = {}
         if self.bags is not None:
-            pooled |= _ready(self.bags(batch.sparse.permute(self.in_bag))).to_dict()
+            ids = batch.sparse.permute(self.in_bag, self._in_bag)
+            pooled |= _ready(self.bags(ids)).to_dict()
         if self.events is not None:
-            inputs = [batch.sparse.permute(self.after)] if self.after else []
+            inputs = [batch.sparse.permute(self.after, self._after)] if self.after else []
             inputs += [
                 with_keys(batch.sequences[name].ids, fields) for name, fields in self.fields.items()
             ]
             rows = _ready(self.events(KeyedJaggedTensor.concat(inputs)))
-        for feature in (self.sparse[i] for i in self.after):
-            pooled[feature.name] = pool(rows[feature.name], feature.pooling)
-        features = [self._token([pooled[f.name]], [f.name]) for f in self.sparse]
+        after = [self.sparse[i] for i in self.after]
+        for pooling in Pooling:
+            names = [feature.name for feature in after if feature.pooling is pooling]
+            if names:
+                pooled |= zip(names, pool([rows[name] for name in names], pooling), strict=True)
         events = {
-            name: self._token([rows[field].values() for field in fields], fields)
+            name: F.linear(
+                torch.cat([rows[field].values() for field in fields], dim=1),
+                torch.cat(self._projections(fields), dim=1),
+            )
             for name, fields in self.fields.items()
         }
-        width = next(iter(self.project.values())).shape[0] if self.project else 0
-        empty = batch.dense.new_zeros(batch.batch_size, 0, width)
-        return torch.stack(features, dim=1) if features else empty, events
+        names = [feature.name for feature in self.sparse]
+        if not names:
+            width = next(iter(self.project.values())).shape[0] if self.project else 0
+            return batch.dense.new_zeros(batch.batch_size, 0, width), events
+        weights = torch.stack(self._projections(names))
+        features = torch.stack([pooled[name] for name in names]) @ weights.transpose(1, 2)
+        return features.transpose(0, 1), events
 
-    def _token(self, values: list[Tensor], names: list[str]) -> Tensor:
-        """Sum of each value [n, E] times the projection of its table: [n, D]."""
-        weights = [self.project[self.table_of[name]] for name in names]
-        return F.linear(torch.cat(values, dim=1), torch.cat(weights, dim=1))
+    def _projections(self, names: list[str]) -> list[Tensor]:
+        """The projection [D, E] of each field's or feature's table."""
+        return [self.project[self.table_of[name]] for name in names]
 
 
 def module_name(table: str) -> str:
@@ -163,15 +176,19 @@ def with_keys(ids: KeyedJaggedTensor, keys: list[str]) -> KeyedJaggedTensor:
     )
 
 
-def pool(rows: JaggedTensor, pooling: Pooling) -> Tensor:
-    """Sums or averages each sample's rows: [ids, E] -> [B, E]; an empty list gives zeros."""
-    values, lengths = rows.values(), rows.lengths()
+def pool(rows: list[JaggedTensor], pooling: Pooling) -> Tensor:
+    """Sums or averages each sample's rows, feature by feature; an empty list gives zeros.
+
+    rows: of each feature [ids, E] -> [features, B, E].
+    """
+    values = torch.cat([feature.values() for feature in rows])
+    lengths = torch.cat([feature.lengths() for feature in rows])
     samples = torch.arange(lengths.numel(), device=values.device)
     sample = torch.repeat_interleave(samples, lengths.long(), output_size=values.shape[0])
     total = values.new_zeros(lengths.numel(), values.shape[1]).index_add(0, sample, values)
     if pooling is Pooling.mean:
         total = total / lengths.clamp(min=1).unsqueeze(1)
-    return total
+    return total.view(len(rows), lengths.numel() // len(rows), values.shape[1])
 
 
 class FeatureTokens(nn.Module):
