@@ -83,8 +83,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     cos, sin = cos[:, None].to(dtype), sin[:, None].to(dtype)
     pairs = x.to(dtype).contiguous().unflatten(-1, (-1, 2))
-    # Eager on a CPU a complex product is one pass, three times faster; compilers fuse real ones.
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    # Eager a complex product is one pass, on a CPU three times faster; compilers fuse real ones.
+    if not torch.compiler.is_compiling():
         if pairs.storage_offset() % 2:
             pairs = pairs.clone()
         turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
