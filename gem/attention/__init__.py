@@ -2,7 +2,12 @@
 
 from gem.attention.functional import broadcast_attention, jagged_attention
 from gem.attention.layout import JaggedLayout
-from gem.attention.module import BroadcastAttention, JaggedAttention, apply_sink
+from gem.attention.module import (
+    BroadcastAttention,
+    JaggedAttention,
+    apply_sink,
+    joint_linear,
+)
 from gem.attention.rotary import apply_rotary, rotary_angles
 
 __all__ = [
@@ -13,5 +18,6 @@ __all__ = [
     "apply_sink",
     "broadcast_attention",
     "jagged_attention",
+    "joint_linear",
     "rotary_angles",
 ]

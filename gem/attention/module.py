@@ -83,8 +83,8 @@ class _Heads(nn.Module):
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """x `[rows, d_model]` -> two of `[rows, num_kv_heads, head_dim]`."""
-        shape = (self.num_kv_heads, self.head_dim)
-        k, v = self.k_proj(x).unflatten(-1, shape), self.v_proj(x).unflatten(-1, shape)
+        both = joint_linear(x, self.k_proj, self.v_proj)
+        k, v = both.unflatten(-1, (2 * self.num_kv_heads, self.head_dim)).chunk(2, dim=1)
         return self._placed(k, self.k_scale if self.qk_norm else None, rotary), v
 
     def _placed(
@@ -308,6 +308,18 @@ class BroadcastAttention(_Heads):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, num_queries={self.num_queries}"
+
+
+def joint_linear(x: Tensor, *layers: nn.Linear) -> Tensor:
+    """What several linear layers make of the same x `[..., n]`, side by side, by one product.
+
+    One operator in place of many, and one copy of x where autocast makes one.
+    """
+    bias = None
+    if any(layer.bias is not None for layer in layers):
+        biases = ((layer.bias, layer.weight.new_zeros(layer.out_features)) for layer in layers)
+        bias = torch.cat([none if bias is None else bias for bias, none in biases])
+    return F.linear(x, torch.cat([layer.weight for layer in layers]), bias)
 
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

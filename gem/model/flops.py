@@ -116,7 +116,7 @@ def _add_summary(
     total["attention"] += 4 * queries * width * rows
     total["sequence"] += 4 * width * width * rows  # keys and values
     total["sequence"] += 2 * width * width * queries * (batch_size + 1)  # output, queries
-    gated = batch_size * (config.cls_tokens + summary.recent + tokens)
+    gated = batch_size * (config.cls_tokens + config.pooling.recent + tokens)
     total["sequence"] += gated * linear_flops(summary.gate)
 
 

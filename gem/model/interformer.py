@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gem.model.jagged import last_rows
 from gem.model.layers import Gate, TokenLinear
 from gem.model.sequence import SequenceBlock, SequenceState
 from gem.model.wukong import WukongLayer
@@ -39,22 +38,22 @@ class WeightGeneration(nn.Module):
 
 
 class SequenceSummary(nn.Module):
-    """`S_sum = Gate([S_CLS || S_recent || S_pool])` (eq. 11).
+    """`S_sum = Gate([S_CLS || S_recent || S_pool])` (eq. 11); recent events are taken as they are.
 
     Args:
-        pool: PMA or HSP. width: D. recent: newest events, taken as they are.
+        pool: PMA or HSP. width: D.
     """
 
-    def __init__(self, pool: nn.Module, width: int, recent: int) -> None:
+    def __init__(self, pool: nn.Module, width: int) -> None:
         super().__init__()
-        self.pool, self.recent = pool, recent
+        self.pool = pool
         self.norm = nn.LayerNorm(width)
         self.gate = Gate(width)
 
     def forward(self, state: SequenceState) -> Tensor:
         """-> [B, cls + recent + pooled, D]."""
-        recent = last_rows(state.s, state.layout, self.recent)
-        tokens = torch.cat([state.cls, recent, self.pool(state.s, state.layout)], dim=1)
+        recent, pooled = state.recent.take(state.s), self.pool(state.s, state.layout)
+        tokens = torch.cat([state.cls, recent, pooled], dim=1)
         return self.gate(self.norm(tokens))
 
 

@@ -19,18 +19,22 @@ def distance_from_end(layout: JaggedLayout) -> Tensor:
     return (layout.offsets[1:].long()[sample_of_row(layout)] - rows).float()
 
 
-def last_rows(x: Tensor, layout: JaggedLayout, count: int) -> Tensor:
-    """The last `count` rows of each sample, last first; zeros where a sample is shorter.
+class LastRows:
+    """Where the last `count` rows of each sample are."""
 
-    x [rows, D] -> [B, count, D].
-    """
-    offsets = layout.offsets.long()
-    index = offsets[1:, None] - 1 - torch.arange(count, device=x.device)
-    inside = index >= offsets[:-1, None]
-    if layout.rows == 0:
-        return x.new_zeros(*index.shape, x.shape[1])
-    picked = x.index_select(0, index.clamp(min=0).flatten())
-    return picked.view(*index.shape, x.shape[1]) * inside[..., None]
+    def __init__(self, layout: JaggedLayout, count: int) -> None:
+        offsets = layout.offsets.long()
+        index = offsets[1:, None] - 1 - torch.arange(count, device=offsets.device)
+        self._inside = (index >= offsets[:-1, None])[..., None]
+        self._index = index.clamp_(min=0).flatten()
+
+    def take(self, x: Tensor) -> Tensor:
+        """x [rows, D] -> [B, count, D], last first; zeros where a sample is shorter."""
+        batch, count, _ = self._inside.shape
+        if x.shape[0] == 0:
+            return x.new_zeros(batch, count, x.shape[1])
+        picked = x.index_select(0, self._index)
+        return picked.view(batch, count, x.shape[1]) * self._inside
 
 
 class Blocks:

@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gem.attention import JaggedLayout, apply_rotary, apply_sink, jagged_attention
-from gem.model.jagged import Blocks
+from gem.attention import (
+    JaggedLayout,
+    apply_rotary,
+    apply_sink,
+    jagged_attention,
+    joint_linear,
+)
+from gem.model.jagged import Blocks, LastRows
 from gem.model.layers import TokenLinear, transposed_pair
 
 
@@ -23,6 +29,7 @@ class SequenceState:
         s: [rows, D] events. cls: [B, C, D] the sample's CLS tokens, which see all of its events.
         layout: of the events. cls_layout: C rows per sample.
         blocks: the events in blocks, for products with per-sample weights.
+        recent: where each sample's last events are.
         rotary: of the events, (cos, sin), each [rows, d / 2], or None.
     """
 
@@ -31,6 +38,7 @@ class SequenceState:
     layout: JaggedLayout
     cls_layout: JaggedLayout
     blocks: Blocks
+    recent: LastRows
     rotary: tuple[Tensor, Tensor] | None
 
 
@@ -126,16 +134,16 @@ class SequenceAttention(nn.Module):
     def forward(self, state: SequenceState) -> SequenceState:
         """Events and CLS tokens after attention, same shapes."""
         s = self.norm(state.s)
-        shape = (self.heads, self.head_dim)
-        q, k, v = (p(s).unflatten(-1, shape) for p in (self.q_proj, self.k_proj, self.v_proj))
-        turned = (q, k)
-        if state.rotary is not None:
-            turned = (apply_rotary(x, *state.rotary) for x in turned)
+        joint = joint_linear(s, self.q_proj, self.k_proj, self.v_proj)
+        qk, v = joint.unflatten(-1, (-1, self.head_dim)).split([2 * self.heads, self.heads], dim=1)
+        turned = qk if state.rotary is None else apply_rotary(qk, *state.rotary)
         window, layout = (self.left, self.right), state.layout
-        out = jagged_attention(*turned, v, layout, layout, window=window, **self.kernel)
+        q, k = turned.chunk(2, dim=1)
+        out = jagged_attention(q, k, v, layout, layout, window=window, **self.kernel)
         cls = state.cls
         if self.sink is not None:
-            q = self.q_proj(self.norm(cls)).view(-1, *shape)
+            q = self.q_proj(self.norm(cls)).view(-1, self.heads, self.head_dim)
+            k = qk[:, self.heads :]
             seen, lse = jagged_attention(
                 q, k, v, state.cls_layout, layout, return_lse=True, **self.kernel
             )

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from gem.attention import JaggedLayout
-from gem.model.jagged import Blocks, distance_from_end, last_rows
+from gem.model.jagged import Blocks, LastRows, distance_from_end
 from gem.model.layers import Gate
 from gem.model.pooling import HSP, PMA, SumKronLinear
 from gem.model.sequence import GDPA, SequenceAttention, SequenceState
@@ -58,6 +58,7 @@ def state_of(lengths: list[int], width: int, cls: int, rotary=None) -> SequenceS
         layout=layout,
         cls_layout=layout_of([cls] * len(lengths)),
         blocks=Blocks(layout, 16),
+        recent=LastRows(layout, 2),
         rotary=rotary,
     )
 
@@ -179,7 +180,7 @@ def test_last_rows_and_distances():
     layout = layout_of([2, 0, 1, 3])
     x = torch.arange(1.0, 7.0).unsqueeze(1)
     assert distance_from_end(layout).tolist() == [2, 1, 1, 3, 2, 1]
-    last = last_rows(x, layout, 2).squeeze(-1)
+    last = LastRows(layout, 2).take(x).squeeze(-1)
     assert last.tolist() == [[2, 1], [0, 0], [3, 0], [6, 5]]
 
 
