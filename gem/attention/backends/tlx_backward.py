@@ -232,8 +232,8 @@ class _Backward:
         )
         if form.split:
             return
-        if not self.broadcast:  # rows past the last sample
-            self.dq[int(call.q_lengths.sum()) :] = 0
+        if not self.broadcast:
+            triton_.clear_spare(call.q_lengths, self.dq)
         if self.stats:
             triton_.run(
                 dq_kernel,

@@ -213,7 +213,7 @@ class _Backward:
         if with_keys:
             self.dk, self.dv = key_results(call, k, v)
         if not self.broadcast:
-            self.dq[int(call.q_lengths.sum()) :] = 0
+            clear_spare(call.q_lengths, self.dq)
         # [heads, rows]: a tile's statistics are consecutive
         self.rows = math.prod(lse.shape[:-1])
         self.delta = make((call.heads, self.rows), dtype=torch.float32)
@@ -377,9 +377,8 @@ def results(call: Call, q: Tensor) -> tuple[Tensor, Tensor]:
     out = torch.empty(shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(shape[:-1], dtype=torch.float32, device=q.device)
     if not broadcast:
-        covered = int(call.q_lengths.sum())
-        out[covered:] = 0
-        lse[covered:] = -torch.inf
+        clear_spare(call.q_lengths, out)
+        clear_spare(call.q_lengths, lse, -torch.inf)
     return out, lse
 
 
@@ -387,8 +386,15 @@ def key_results(call: Call, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Memory for dk and dv, written only where rows lie past the last sample."""
     made = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     for x in made:
-        x[int(call.k_lengths.sum()) :] = 0
+        clear_spare(call.k_lengths, x)
     return made
+
+
+def clear_spare(lengths: Tensor, x: Tensor, value: float = 0.0) -> None:
+    """Fills the rows of x past the last sample; mostly there are none, and nothing is called."""
+    covered = int(lengths.sum())
+    if covered < x.shape[0]:
+        x[covered:] = value
 
 
 def queries_of(call: Call, q: Tensor) -> Tensor | int:
