@@ -1,9 +1,10 @@
 """The backward in TLX on Hopper GPUs: which kernel serves a call, its memory and its launches.
 
 Broadcast attention with at most 64 queries has `tlx_hopper_shared_backward`, everything else
-`tlx_hopper_backward`. The latter adds up dQ in an order that is not fixed; where the call asks for
-the same bits on every run, or the sums would be mostly padding, dQ comes from the Triton backend's
-kernels, at the price of computing scores twice.
+`tlx_hopper_backward`. The latter adds up dQ of samples of more than two tiles of keys in an order
+that is not fixed; where the call asks for the same bits on every run and there are any, or the sums
+would be mostly padding, dQ comes from the Triton backend's kernels, at the price of computing
+scores twice.
 """
 
 from __future__ import annotations
