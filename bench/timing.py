@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -202,8 +203,9 @@ def in_rounds(
 ) -> dict[str, float]:
     """Milliseconds of one call of each contender, which take turns: the median over the rounds.
 
-    Each has a graph of its calls, replayed for at least `min_ms` in every round. `on_failure` is
-    told the name and the error of one that fails, which then has no figure; the others go on.
+    Each has a graph of its calls, replayed for at least `min_ms` in every round. Every round has
+    an order of its own: the clock at which one begins is what the one before has left. `on_failure`
+    is told the name and the error of one that fails, which then has no figure; the others go on.
     Without it the error is raised.
     """
     graphs, taken, failed = {}, {name: [] for name in contenders}, set()
@@ -226,9 +228,11 @@ def in_rounds(
                 synchronize(device)
                 graph, count, replay = _long_graph(calls, device)
                 graphs[name] = graph, count, _repeats(replay, min_ms)
-        for _ in range(rounds):
-            for name, (graph, count, repeats) in graphs.items():
+        for number in range(rounds):
+            order = random.Random(number).sample(list(graphs), len(graphs))
+            for name in order:
                 if name not in failed:
+                    graph, count, repeats = graphs[name]
                     with guarded(name):
                         taken[name].append(statistics.median(_replay_ms(graph, repeats)) / count)
     finally:

@@ -157,7 +157,12 @@ def _pieces(lengths: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def _table(*columns: Tensor, device: torch.device) -> Tensor:
-    return torch.stack(columns, 1).to(torch.int32).to(device, non_blocking=True)
+    return _sent(torch.stack(columns, 1).to(torch.int32), device)
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device; from pinned memory, since any other may wait for the work before it."""
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,8 +267,7 @@ def dealt_keys(
         kind = two.int() + 2 * one.int()
         single, pairs = int((kind == 0).sum()), int(two.sum()) // 2
         table, units = table.index_select(0, kind.argsort(stable=True)), units - pairs
-    parts = (part.to(device, non_blocking=True) for part in (table, tiles.empty))
-    return KeyTiles(next(parts), single, pairs, units, next(parts))
+    return KeyTiles(_sent(table, device), single, pairs, units, _sent(tiles.empty, device))
 
 
 @register("statistic_tiles")
@@ -343,7 +347,7 @@ def _split(table: Tensor, device: torch.device, block: int = 1) -> DealtTiles:
     if block > 1:
         begin -= begin % block
     parts = (table, table[:0]) if seen.all() else (table[seen], table[~seen])
-    return DealtTiles(*(part.to(device, non_blocking=True) for part in parts))
+    return DealtTiles(*(_sent(part, device) for part in parts))
 
 
 def _visible(
