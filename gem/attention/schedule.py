@@ -3,6 +3,8 @@
 A builder is a pure function of host lengths and plain arguments. Its result is cached on the
 lengths tensor itself, so it lives as long as the layout does and is found again both from the
 layout and from inside a custom op, which receives tensors only.
+
+Builders compute in NumPy: their arrays are small, and a call of it costs a third of torch's.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
@@ -84,12 +88,7 @@ def query_tiles(
         int32 `[tiles, 2]` of (sample, number of the tile within it) on `device`. Tiles that see no
         key are among them, last: their output is 0 and has to be written.
     """
-    if not isinstance(queries, Tensor):
-        queries = torch.full_like(k_lengths, queries)
-    sample, number = _pieces(queries, block)
-    begin, end = _visible(sample, number * block, block, k_lengths, queries, left, right)
-    order = (end - begin).argsort(descending=True, stable=True)
-    return _table(sample[order], number[order], device=device)
+    return _tiles(*_rows_of(k_lengths, queries), left, right, block, device)
 
 
 @register("key_tiles")
@@ -106,9 +105,22 @@ def key_tiles(
     Blocks that no query sees are among them, last: their gradients are 0 and have to be written.
     """
     # Key j sees query i exactly if i sees j, with left and right exchanged.
-    if not isinstance(queries, Tensor):
-        queries = torch.full_like(k_lengths, queries)
-    return query_tiles(queries, k_lengths, right, left, block, device)
+    keys, rows = _rows_of(k_lengths, queries)
+    return _tiles(rows, keys, right, left, block, device)
+
+
+def _tiles(
+    keys: ndarray,
+    queries: ndarray,
+    left: int | None,
+    right: int | None,
+    block: int,
+    device: torch.device,
+) -> Tensor:
+    sample, number = _pieces(queries, block)
+    begin, end = _visible(number * block, block, keys[sample], queries[sample], left, right)
+    order = _most_first(end - begin)
+    return _table(sample[order], number[order], device=device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,33 +148,18 @@ def key_segments(k_lengths: Tensor, workers: int, device: torch.device) -> Segme
 
     Long samples are cut so that every worker gets about eight runs or more.
     """
+    keys, _ = _rows_of(k_lengths, 0)
     share = int(k_lengths.sum()) // (8 * workers)
     longest = max(4, -(-share // SEGMENT_ALIGNMENT)) * SEGMENT_ALIGNMENT
-    sample, number = _pieces(k_lengths, longest)
+    sample, number = _pieces(keys, longest)
     begin = number * longest
-    end = torch.minimum(begin + longest, k_lengths[sample])
-    order = (end - begin).argsort(descending=True, stable=True)
-    workers = max(1, min(workers, sample.shape[0]))
-    turns = -(-sample.shape[0] // workers)
-    empty = turns * workers - sample.shape[0]
-    columns = (torch.nn.functional.pad(x[order], (0, empty)) for x in (sample, begin, end))
+    end = np.minimum(begin + longest, keys[sample])
+    order = _most_first(end - begin)
+    workers = max(1, min(workers, len(sample)))
+    turns = -(-len(sample) // workers)
+    empty = turns * workers - len(sample)
+    columns = (np.pad(x[order], (0, empty)) for x in (sample, begin, end))
     return Segments(_table(*columns, device=device), turns, workers)
-
-
-def _pieces(lengths: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """(sample, number within it) of every piece of at most `block` rows."""
-    counts = (lengths + block - 1) // block
-    sample = torch.repeat_interleave(torch.arange(lengths.shape[0]), counts)
-    return sample, torch.arange(sample.shape[0]) - (counts.cumsum(0) - counts)[sample]
-
-
-def _table(*columns: Tensor, device: torch.device) -> Tensor:
-    return _sent(torch.stack(columns, 1).to(torch.int32), device)
-
-
-def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device; from pinned memory, since any other may wait for the work before it."""
-    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,10 +201,9 @@ def dealt_tiles(
         k_lengths, queries, left, right: as in `query_tiles`.
         ctas: CTAs that take them; where a window has one side only, two turns are sorted at a time.
     """
-    if not isinstance(queries, Tensor):
-        queries = torch.full_like(k_lengths, queries)
-    table = _deal(k_lengths, queries, left, right, heads, block_q, block_k, ctas)
-    return _split(table, device)
+    keys, rows = _rows_of(k_lengths, queries)
+    table, empty = _deal(keys, rows, left, right, heads, block_q, block_k, ctas)
+    return DealtTiles(_sent(table, device), _sent(empty, device))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,23 +247,22 @@ def dealt_keys(
     samples of at most two tiles are whole: they come after all others, and whoever takes one has
     all of its keys of a head. Then no side of the window may be bounded.
     """
-    if not isinstance(queries, Tensor):
-        queries = torch.full_like(k_lengths, queries)
-    padded = (queries + block_q - 1) // block_q * block_q
-    stats, none = padded.cumsum(0) - padded, torch.zeros_like(padded)
+    keys, rows = _rows_of(k_lengths, queries)
+    padded = (rows + block_q - 1) // block_q * block_q
+    more = _starts(padded), np.zeros_like(padded)
     # Key j sees query i exactly if i sees j, with left and right exchanged.
-    table = _deal(queries, k_lengths, right, left, heads, block_k, block_q, ctas, stats, none)
-    tiles = _split(table, torch.device("cpu"), block_q)
-    table, pairs = tiles.table, 0
-    single = units = table.shape[0]
+    table, empty = _deal(rows, keys, right, left, heads, block_k, block_q, ctas, *more)
+    table[:, 2] -= table[:, 2] % block_q
+    single = units = len(table)
+    pairs = 0
     if whole:
-        keys = table[:, 5]
-        two, one = (keys > block_k) & (keys <= 2 * block_k), keys <= block_k
-        table[two | one, 9] = torch.where(table[two | one, 6] == 0, 1, 2).to(torch.int32)
-        kind = two.int() + 2 * one.int()
-        single, pairs = int((kind == 0).sum()), int(two.sum()) // 2
-        table, units = table.index_select(0, kind.argsort(stable=True)), units - pairs
-    return KeyTiles(_sent(table, device), single, pairs, units, _sent(tiles.empty, device))
+        of_tile = table[:, 5]
+        one, two = of_tile <= block_k, of_tile <= 2 * block_k
+        table[:, 9] = np.where(two, np.where(table[:, 6] == 0, 1, 2), 0)
+        kind = two.astype(np.int8) + one
+        single, pairs = int((kind == 0).sum()), int((kind == 1).sum()) // 2
+        table, units = table.take(kind.argsort(kind="stable"), axis=0), units - pairs
+    return KeyTiles(_sent(table, device), single, pairs, units, _sent(empty, device))
 
 
 @register("statistic_tiles")
@@ -279,91 +274,130 @@ def statistic_tiles(
     Queries in blocks, every sample's from a new one. Samples of at most `whole` keys begin with
     what the first tile of their keys writes, if there is one.
     """
-    if not isinstance(queries, Tensor):
-        queries = torch.full_like(k_lengths, queries)
-    sample, number = _pieces(queries, block)
-    first = (queries.cumsum(0) - queries)[sample] + number * block
-    rows = (queries[sample] - number * block).clamp(max=block)
-    is_whole = (k_lengths > 0) & (k_lengths <= whole)
-    return _table(first, rows, ~is_whole[sample], device=device)
+    keys, rows = _rows_of(k_lengths, queries)
+    sample, number = _pieces(rows, block)
+    first = _starts(rows)[sample] + number * block
+    rest = np.minimum(rows[sample] - number * block, block)
+    clear = (keys == 0) | (keys > whole)
+    return _table(first, rest, clear[sample], device=device)
+
+
+def _rows_of(k_lengths: Tensor, queries: Tensor | int) -> tuple[ndarray, ndarray]:
+    """int32 (keys, queries) of each sample."""
+    keys = k_lengths.numpy().astype(np.int32)
+    if isinstance(queries, Tensor):
+        return keys, queries.numpy().astype(np.int32)
+    return keys, np.full_like(keys, queries)
+
+
+def _starts(lengths: ndarray) -> ndarray:
+    """Where each sample begins."""
+    return lengths.cumsum(dtype=np.int32) - lengths
+
+
+def _pieces(lengths: ndarray, block: int) -> tuple[ndarray, ndarray]:
+    """(sample, number within it) of every piece of at most `block` rows.
+
+    Numbers are int64, and with them what is computed from them: sums with a window's size may leave
+    int32.
+    """
+    counts = -(-lengths // block)
+    sample = np.arange(len(lengths)).repeat(counts)
+    return sample, np.arange(len(sample)) - _starts(counts)[sample]
+
+
+def _most_first(x: ndarray) -> ndarray:
+    """The order that sorts from high to low and leaves equals as they are."""
+    return (-x).argsort(kind="stable")
+
+
+def _table(*columns: ndarray, device: torch.device) -> Tensor:
+    return _sent(np.stack(columns, 1).astype(np.int32), device)
+
+
+def _sent(x: ndarray, device: torch.device) -> Tensor:
+    """A copy on the device; from pinned memory, since any other may wait for the work before it."""
+    table = torch.from_numpy(np.ascontiguousarray(x))
+    return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
 
 
 def _deal(
-    k_lengths: Tensor,
-    queries: Tensor,
+    keys: ndarray,
+    queries: ndarray,
     left: int | None,
     right: int | None,
     heads: int,
     block_q: int,
     block_k: int,
     ctas: int,
-    *more: Tensor,
-) -> Tensor:
-    """The rows of `DealtTiles`, seen or not, with `more` columns of each sample."""
-    none = torch.zeros_like(k_lengths)
-    k_first, out_first = k_lengths.cumsum(0) - k_lengths, queries.cumsum(0) - queries
-    columns = (k_first, k_lengths, none, k_lengths, out_first, queries, none, none, *more)
-    # Rows are gathered whole and in int32: a gather and a cast for every column take twice as long.
-    of_sample = torch.stack(columns, 1).to(torch.int32)
+    *more: ndarray,
+) -> tuple[ndarray, ndarray]:
+    """(table, empty) of `DealtTiles`, with `more` columns of each sample."""
+    of_sample = np.zeros((len(keys), 8 + len(more)), np.int32)
+    columns = {0: _starts(keys), 1: keys, 3: keys, 4: _starts(queries), 5: queries}
+    for i, column in (columns | dict(enumerate(more, 8))).items():
+        of_sample[:, i] = column
     if left is not None and right is not None:
         # Tiles are alike but for those at a sample's ends, and share keys with the next ones only.
         sample, number = _pieces(queries, block_q)
-        first = number * block_q
-        table = of_sample.index_select(0, sample)
-        begin, end = _visible(sample, first, block_q, k_lengths, queries, left, right)
-        table[:, 2], table[:, 3], table[:, 6] = begin, end, first
-        order = _blocks(table, block_k).argsort(descending=True, stable=True)
-        table = table.index_select(0, order.repeat_interleave(heads))
-        table[:, 7] = torch.arange(heads).repeat(order.shape[0])
-        return table
-    longest = k_lengths.argsort(descending=True, stable=True)
-    of_pair = of_sample[longest].repeat_interleave(heads, 0)  # of a sample and head
-    of_pair[:, 7] = torch.arange(heads).repeat(longest.shape[0])
+        table = of_sample.take(sample, axis=0)
+        _see(table, number * block_q, block_q, left, right)
+        order = _most_first(_blocks(table, block_k))
+        table = table.take(order.repeat(heads), axis=0)
+        table[:, 7] = np.tile(np.arange(heads, dtype=np.int32), len(order))
+        return _split(table)
+    longest = _most_first(keys)
+    of_pair = of_sample.take(longest.repeat(heads), axis=0)  # of a sample and head
+    of_pair[:, 7] = np.tile(np.arange(heads, dtype=np.int32), len(longest))
     pair, number = _pieces(of_pair[:, 5], block_q)
-    first = number * block_q
-    table = of_pair.index_select(0, pair)
-    table[:, 6] = first
+    table = of_pair.take(pair, axis=0)
     if left is None and right is None:  # all tiles of a sample are alike
-        return table
-    keys, rows = of_pair[:, 1], of_pair[:, 5]
-    table[:, 2], table[:, 3] = _visible(pair, first, block_q, keys, rows, left, right)
-    blocks, section = _blocks(table, block_k), keys.cumsum(0) // SECTION
-    order = ((section[pair] << 32) - blocks).argsort(stable=True)
+        table[:, 6] = number * block_q
+        return _split(table)
+    _see(table, number * block_q, block_q, left, right)
+    blocks = _blocks(table, block_k).astype(np.int64)
+    section = of_pair[:, 1].cumsum(dtype=np.int64) // SECTION
+    order = ((section[pair] << 32) - blocks).argsort(kind="stable")
     # A zig-zag evens out what is sorted, and a section does not end where a turn does. So two turns
     # at a time are sorted.
-    turns = torch.arange(order.shape[0]) // (2 * ctas)
-    return table.index_select(0, order[((turns << 32) - blocks[order]).argsort(stable=True)])
+    turns = np.arange(len(order)) // (2 * ctas)
+    order = order[((turns << 32) - blocks[order]).argsort(kind="stable")]
+    return _split(table.take(order, axis=0))
 
 
-def _blocks(table: Tensor, block: int) -> Tensor:
+def _see(table: ndarray, first: ndarray, block: int, left: int | None, right: int | None) -> None:
+    """Fills in the tiles' first query and the keys that they see."""
+    seen = _visible(first, block, table[:, 1], table[:, 5], left, right)
+    table[:, 2], table[:, 3], table[:, 6] = *seen, first
+
+
+def _blocks(table: ndarray, block: int) -> ndarray:
     """Blocks of keys that each tile sees."""
     return (table[:, 3] - table[:, 2] + block - 1) // block
 
 
-def _split(table: Tensor, device: torch.device, block: int = 1) -> DealtTiles:
-    """Tiles that see a key, whose begin is then rounded down to a block, and those that do not."""
-    begin = table[:, 2]
-    seen = begin < table[:, 3]
-    if block > 1:
-        begin -= begin % block
-    parts = (table, table[:0]) if seen.all() else (table[seen], table[~seen])
-    return DealtTiles(*(_sent(part, device) for part in parts))
+def _split(table: ndarray) -> tuple[ndarray, ndarray]:
+    """Tiles that see a key, and those that do not."""
+    seen = table[:, 2] < table[:, 3]
+    return (table, table[:0]) if seen.all() else (table[seen], table[~seen])
 
 
 def _visible(
-    sample: Tensor,
-    first: Tensor,
+    first: ndarray,
     block: int,
-    keys: Tensor,
-    queries: Tensor,
+    keys: ndarray,
+    queries: ndarray,
     left: int | None,
     right: int | None,
-) -> tuple[Tensor, Tensor]:
-    """(begin, end) of the keys that some query of a tile sees; end is begin where there is none."""
-    last = torch.minimum(first + block, queries[sample]) - 1
-    shift = keys[sample] - queries[sample]
-    begin = torch.zeros_like(first) if left is None else (first + shift - left).clamp(min=0)
-    end = keys[sample]
+) -> tuple[ndarray, ndarray]:
+    """(begin, end) of the keys that some query of a tile sees; end is begin where there is none.
+
+    keys, queries: of the tile's sample.
+    """
+    last = np.minimum(first + block, queries) - 1
+    shift = keys - queries
+    begin = np.zeros_like(first) if left is None else np.maximum(first + shift - left, 0)
+    end = keys
     if right is not None:
-        end = torch.minimum(last + shift + right + 1, end)
-    return begin, torch.maximum(begin, end)
+        end = np.minimum(last + shift + right + 1, end)
+    return begin, np.maximum(begin, end)
