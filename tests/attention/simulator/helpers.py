@@ -64,16 +64,25 @@ def launched(problem, shape, seed, processors=2, trace=None, **options):
 
 
 def differentiated(
-    problem, seed, processors=2, dlse=None, deterministic=False, trace=None, whole=False
+    problem,
+    seed,
+    processors=2,
+    dlse=None,
+    deterministic=False,
+    trace=None,
+    whole=False,
+    moved=None,
 ):
     """((dq, dk, dv), counts) of the backward, given the exact output as a forward rounds it.
 
     Args:
         whole: take `tlx_backward.Form.whole` wherever it can serve.
+        moved: copies the output into memory of other strides.
     """
     exact = expected(problem, dlse)
     call = dataclasses.replace(call_of(problem), direction="backward", deterministic=deterministic)
     out, lse = exact["out"].to(problem.q.dtype), exact["lse"].float()
+    out = moved(out) if moved else out
     inputs = problem.q, problem.k, problem.v
     form = tlx_backward.form_of(call, problem.q)
     if whole and call.form == "jagged" and not form.split and call.left is call.right is None:

@@ -1,6 +1,7 @@
 """Our backward kernels for Hopper, unmodified, in the simulator."""
 
 import dataclasses
+import itertools
 import random
 
 import numpy as np
@@ -99,6 +100,66 @@ def test_whole_samples_beside_longer_ones(dim):
     for seed in range(3):
         gradients, _ = differentiated(problem, seed, 4, whole=True)
         assert not wrong_gradients(problem, gradients)
+
+
+# The last tile has at most 64 keys, so that one consumer has none; one sample of three tiles.
+FEW = [130, 64, 1, 0, 260]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"q_lengths": FEW, "kv_heads": 1},
+        {},
+        {"causal": True},
+        {"causal": True, "kv_heads": 1},
+        {"window": (70, 20)},
+        {"window": (10, 3), "kv_heads": 1, "q_lengths": FEW},
+        {"window": (None, 5), "kv_heads": 1},
+        {"window": (40, None)},
+        {"q_lengths": 130},
+        {"q_lengths": 130, "kv_heads": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_consumers_without_keys(dim, options):
+    """In every order; and where every other sample is NaN nothing of it reaches the others."""
+    options = {"dim": dim, "heads": 2, "spare": 2, "dtype": torch.bfloat16} | options
+    q_lengths = options.pop("q_lengths", [70, 130, 200, 9, 40])
+    generator = torch.Generator().manual_seed(dim)
+    problem = random_problem(q_lengths, FEW, generator=generator, **options)
+    dirty, mine = with_every_other_sample_nan(problem)
+    fixed = None
+    for seed in range(5):
+        options = {"processors": 1 + seed, "whole": seed in (0, 3), "deterministic": seed in (1, 4)}
+        gradients, _ = differentiated(problem, seed, **options)
+        bad = wrong_gradients(problem, gradients)
+        assert not bad, (seed, bad)
+        if options["deterministic"]:
+            fixed = fixed or gradients
+            assert all(torch.equal(a, b) for a, b in zip(fixed, gradients, strict=True))
+        if seed == 3:
+            again, _ = differentiated(dirty, seed, **options)
+            for name, rows in mine.items():
+                a, b = (x[NAMES.index(name)][rows] for x in (gradients, again))
+                assert a.isfinite().all() and torch.equal(a, b), (seed, name)
+
+
+def with_every_other_sample_nan(problem):
+    """(the problem so changed, the other samples' rows of each gradient that is theirs alone)."""
+    rows = {"k": problem.k_layout, "v": problem.k_layout}
+    if problem.q_layout is not None:
+        rows |= {"q": problem.q_layout, "dout": problem.q_layout}
+    inputs = {}
+    for name, layout in rows.items():
+        x = inputs[name] = getattr(problem, name).clone()
+        rows[name] = torch.zeros(len(x), dtype=torch.bool)
+        for begin, end in list(itertools.pairwise(layout.offsets.tolist()))[::2]:
+            rows[name][begin:end] = True
+        x[~rows[name]] = torch.nan
+    mine = {f"d{name}": rows[name] for name in ("q", "k", "v") if name in rows}
+    return dataclasses.replace(problem, **inputs), mine
 
 
 @pytest.mark.parametrize(("q_lengths", "split"), [([1] * 9, True), ([40, 1, 60, 300], False)])
@@ -243,6 +304,37 @@ def test_inputs_that_tma_cannot_describe_are_copied(queries):
     assert not wrong_gradients(problem, first)
     again, _ = differentiated(dataclasses.replace(problem, **odd), 0)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def wide(x):
+    """x beside columns of NaN."""
+    memory = torch.cat([x, torch.full_like(x[..., :8], torch.nan)], -1)
+    return memory[..., : x.shape[-1]]
+
+
+def heads_first(x):
+    return x.movedim(-2, 0).contiguous().movedim(0, -2)
+
+
+def apart(x):
+    """Samples of broadcast attention with NaN between them, which no one stride of rows skips."""
+    return torch.cat([x, torch.full_like(x, torch.nan)], 1)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("moved", [wide, heads_first, apart])
+@pytest.mark.parametrize(("dim", "queries"), [(64, 40), (128, 64), (40, 1)])
+def test_delta_of_few_queries(dim, queries, moved):
+    """The kernel computes it, from outputs of any strides and a gradient of the log-sum-exp."""
+    problem = make(queries, [70, 300, 0, 129, 1, 64], dim=dim)
+    generator = torch.Generator().manual_seed(1)
+    dlse = torch.randn(6, 2, queries, generator=generator).transpose(1, 2)
+    strided = dataclasses.replace(problem, dout=moved(problem.dout))
+    assert not strided.dout.is_contiguous()
+    first, _ = differentiated(problem, 0, dlse=dlse)
+    assert not wrong_gradients(problem, first, dlse)
+    for seed in (0, 1):
+        again, _ = differentiated(strided, seed, dlse=dlse, moved=moved)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_a_head_of_dout_may_be_far_from_the_first():
