@@ -31,17 +31,18 @@ from tests.attention.simulator.helpers import (
 from tests.attention.simulator.mutation import Mutant, edited, mutants, within
 
 Shape = tlx_.Shape
-LENGTHS = [260, 65, 0, 330, 130, 64]
+LENGTHS = (260, 65, 0, 330, 130, 64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel on a problem of `LENGTHS`.
+    """One launch of a kernel on a small problem.
 
     Attributes:
         dim: of a head.
         options: of the problem; with none, queries and keys are as many in the reverse order, and
             `queries` makes it broadcast attention.
+        lengths: of the samples.
         processors: of the simulated GPU.
         shape, p_shared: of the forward.
         deterministic, whole: of the backward.
@@ -50,6 +51,7 @@ class Launch:
     dim: int
     options: dict
     processors: int = 2
+    lengths: Sequence[int] = LENGTHS
     shape: Shape | None = None
     p_shared: bool = False
     deterministic: bool = False
@@ -58,8 +60,8 @@ class Launch:
     def problem(self, generator: torch.Generator) -> Problem:
         rest = {k: v for k, v in self.options.items() if k != "queries"}
         rest = {"heads": 2, "kv_heads": 1, "dim": self.dim, "dtype": torch.bfloat16} | rest
-        queries = self.options.get("queries", LENGTHS)
-        keys = LENGTHS if self.options else LENGTHS[::-1]
+        queries = self.options.get("queries", self.lengths)
+        keys = self.lengths if self.options else self.lengths[::-1]
         return random_problem(queries, keys, generator=generator, **rest)
 
     def bad(self, problem: Problem, seed: int) -> list[str]:
@@ -135,6 +137,11 @@ def alias(allocation: str, other: str) -> tuple[str, str, str]:
     return "overlapping alias", allocation, f"{allocation.removesuffix(')')}, reuse={other})"
 
 
+NO_ZIGZAG = (
+    "without the zig-zag each place of a turn is one CTA's too, and a CTA counts its turns by the"
+    " same places, so that all tiles are dealt, only less evenly"
+)
+
 FORWARD = Case(
     "hopper_forward_kernel",
     tlx_hopper_forward,
@@ -159,11 +166,7 @@ FORWARD = Case(
         ),
     ],
     {
-        "always the first buffer: 'turn % 2' -> '(turn % 2) * 0'": (
-            1,
-            "a CTA counts its turns by the same places, so that without the zig-zag all tiles are"
-            " dealt too, only less evenly",
-        ),
+        "always the first buffer: 'turn % 2' -> '(turn % 2) * 0'": (1, NO_ZIGZAG),
         "early release: 's = tlx.async_dot_wait(OPTIONS.PIECES, s)\\n"
         "    tlx.barrier_arrive(k_empty)'": (
             1,
@@ -183,11 +186,6 @@ FORWARD = Case(
     (tlx_forward_tiles, tlx_forward_steps),
 )
 
-ONE_ORDER = (
-    "both consumers come to the same named barriers in the same order, so that any of the free ones"
-    " would do, even one for all"
-)
-
 # Of the step of one tile.
 WAITS = """both consumers are here: they meet before every dQ.
         if order == 2:
@@ -203,6 +201,8 @@ BACKWARD = Case(
         # Of the samples two are longer than a whole one; the others have one tile, or two.
         Launch(64, {}, whole=True),
         Launch(128, {"kv_heads": 2}, whole=True),  # an odd number of steps
+        # Both consumers have keys in a whole sample's last tile, and add to what they wrote.
+        Launch(128, {"kv_heads": 2}, 1, lengths=(200,), whole=True),
         Launch(64, {"causal": True, "kv_heads": 2}, deterministic=True),
         Launch(128, {"queries": 130, "kv_heads": 2}, 3),
         Launch(128, {}, deterministic=True),
@@ -226,8 +226,17 @@ BACKWARD = Case(
         ("waits where any may come first", WAITS, WAITS.replace("order == 2", "order == 0")),
     ],
     {
-        "next named barrier: '9' -> '9 + 1'": (1, ONE_ORDER),
-        "next named barrier: '11' -> '11 + 1'": (1, ONE_ORDER),
+        "next named barrier: '11' -> '11 + 1'": (
+            1,
+            "both consumers come to the same named barriers in the same order, so that any of the"
+            " free ones would do, even one for all",
+        ),
+        "always the first buffer: 'turn % 2' -> '(turn % 2) * 0'": (1, NO_ZIGZAG),
+        "no barrier_wait: 'tlx.barrier_wait(full[slot], (turn // TILE_STAGES) & 1)'": (
+            1,
+            "the producer hands over a number before it copies the keys of the tile before, for"
+            " which the consumer has waited",
+        ),
     },
     [tlx_backward_sums],
 )
