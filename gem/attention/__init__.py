@@ -1,4 +1,4 @@
-"""Attention on packed (jagged) batches: self, cross and broadcast-Q. Needs torch alone."""
+"""Attention on packed (jagged) batches: self, cross and broadcast-Q. Needs torch and NumPy."""
 
 from gem.attention.functional import broadcast_attention, jagged_attention
 from gem.attention.layout import JaggedLayout
