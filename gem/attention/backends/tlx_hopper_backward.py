@@ -3,7 +3,7 @@
 CTAs take tiles of 128 keys (`schedule.dealt_keys`) from a counter, so that those which share
 queries run at the same time and find them in the L2 cache. Each of two consumers has 64 of a tile's
 keys, with their dK and dV in registers. Queries and dout stream by; for 64 (at dim 64, two times
-64) of them at a time:
+64) of them at a time (`tlx_backward_steps`):
 
     S^T = K Q^T, dP^T = V dO^T, P^T = exp(S^T - lse), dS^T = P^T * (dP^T - delta)
     dV += P^T dO, dK += dS^T Q, with P^T and dS^T from registers
@@ -29,7 +29,13 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gem.attention.backends.tlx_backward_sums import add_sums
+from gem.attention.backends.tlx_backward_steps import (
+    Consumer,
+    Options,
+    Tile,
+    steps,
+    steps_without_keys,
+)
 from gem.attention.backends.tlx_common import (
     TILE_STAGES,
     answer,
@@ -40,7 +46,6 @@ from gem.attention.backends.tlx_common import (
     handed_over,
     store_columns,
     store_rows,
-    wait_for_writes,
 )
 
 
@@ -67,288 +72,6 @@ def _queries(row):
         tl.load(row + 2),
         tl.load(row + 3),
     )
-
-
-@triton.jit
-def _probabilities(s, lse, begin, end, scale, EDGES: tl.constexpr):
-    """P^T of scores `[64 keys, 64 queries]`: at most 1, whatever rounding does to the scores.
-
-    EDGES: 1, with the queries before begin 0, 2, with those from end on, 3 for both; begin and end
-    are `[64]` for each key, counted from the tile's first query.
-    """
-    p = tl.math.exp2(tl.minimum(s * scale - lse[None, :], 0.0))
-    i = tl.arange(0, 64)[None, :]
-    if EDGES % 2 == 1:
-        p = tl.where(i >= begin[:, None], p, 0.0)
-    if EDGES >= 2:
-        p = tl.where(i < end[:, None], p, 0.0)
-    return p
-
-
-@triton.jit
-def _step_of_one(
-    buffers,
-    q_full,
-    q_phase,
-    q_empty,
-    at,
-    ds_at,
-    desc_dq,
-    dq_tile,
-    dk,
-    dv,
-    begin,
-    end,
-    first,
-    last,
-    order,
-    mine,
-    scale,
-    cid: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    EDGES: tl.constexpr,
-    WITH_DQ: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """(dk, dv) after a tile of 64 queries.
-
-    `first`: the stage of the keys before is free once this consumer's copies from there are done.
-    `last`: the values are not needed after this step. `order`: as in `schedule.KeyTiles`. `mine`:
-    dQ is this consumer's task.
-    """
-    k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles = buffers[:6]
-    ds_tiles, ds_stages, dq_stages, v_empty, k_before = buffers[6:]
-    keys = tlx.local_slice(k_tile, [64 * cid, 0], [64, BLOCK_D])
-    tlx.barrier_wait(q_full, q_phase)
-    if not EDGES:  # the load's time is that of the products
-        lse = tlx.local_load(lse_tiles[at])
-    s = tlx.async_dot(keys, tlx.local_trans(q_tiles[at]))
-    dp = tlx.async_dot(v_tile, tlx.local_trans(do_tiles[at]))
-    s = tlx.async_dot_wait(1, s)
-    if EDGES:  # registers are short
-        lse = tlx.local_load(lse_tiles[at])
-    p = _probabilities(s, lse, begin, end, scale, EDGES)
-    dv = tlx.async_dot(p.to(DTYPE), do_tiles[at], dv)
-    dp = tlx.async_dot_wait(1, dp)
-    tlx.barrier_arrive(v_empty, pred=last)
-    ds = (p * (dp - tlx.local_load(delta_tiles[at])[None, :])).to(DTYPE)
-    tlx.async_descriptor_store_wait(0)  # this consumer's copies before have left their stages
-    if WITH_DQ:
-        # Nobody adds before both consumers are here: they meet before every dQ.
-        if order == 2:
-            if first:
-                wait_for_writes()
-    tlx.barrier_arrive(k_before, pred=first)
-    if WITH_DQ:
-        tlx.local_store(ds_stages[2 * ds_at + cid], ds)
-        tlx.fence("async_shared")
-        if not mine:
-            tlx.named_barrier_arrive(10 - cid, 256)
-    dk = tlx.async_dot(ds, q_tiles[at], dk)
-    dv = tlx.async_dot_wait(0, dv)
-    dk = tlx.async_dot_wait(0, dk)
-    tlx.barrier_arrive(q_empty)
-    if WITH_DQ:
-        if mine:
-            tlx.named_barrier_wait(9 + cid, 256)  # the other has written its dS
-            dq = tlx.async_dot(tlx.local_trans(ds_tiles[ds_at]), k_tile)
-            dq = tlx.async_dot_wait(0, dq)
-            add_sums(dq, dq_stages[0], desc_dq, dq_tile, order == 1, BLOCK_D)
-    return dk, dv
-
-
-@triton.jit
-def _step_of_two(
-    buffers,
-    q_full,
-    q_phase,
-    q_empty,
-    at,
-    ds_at,
-    desc_dq,
-    dq_tile,
-    dk,
-    dv,
-    begin,
-    end,
-    first,
-    last,
-    order,
-    scale,
-    cid: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HEADS: tl.constexpr,
-    EDGES: tl.constexpr,
-    WITH_DQ: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """As `_step_of_one`, with two tiles of 64 queries; each consumer computes dQ of one."""
-    k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles = buffers[:6]
-    ds_tiles, ds_stages, dq_stages, v_empty, k_before = buffers[6:]
-    keys = tlx.local_slice(k_tile, [64 * cid, 0], [64, BLOCK_D])
-    tlx.barrier_wait(q_full, q_phase)
-    if not EDGES:
-        lse0 = tlx.local_load(lse_tiles[at])
-    s0 = tlx.async_dot(keys, tlx.local_trans(q_tiles[at]))
-    dp0 = tlx.async_dot(v_tile, tlx.local_trans(do_tiles[at]))
-    s1 = tlx.async_dot(keys, tlx.local_trans(q_tiles[at + 1]))
-    dp1 = tlx.async_dot(v_tile, tlx.local_trans(do_tiles[at + 1]))
-    s0 = tlx.async_dot_wait(3, s0)
-    if EDGES:
-        lse0 = tlx.local_load(lse_tiles[at])
-    else:
-        delta0 = tlx.local_load(delta_tiles[at])
-    p0 = _probabilities(s0, lse0, begin, end, scale, EDGES)
-    dp0 = tlx.async_dot_wait(2, dp0)
-    if EDGES:
-        delta0 = tlx.local_load(delta_tiles[at])
-    ds0 = (p0 * (dp0 - delta0[None, :])).to(DTYPE)
-    tlx.async_descriptor_store_wait(0)
-    if WITH_DQ:
-        if order == 2:
-            if first:
-                wait_for_writes()
-    tlx.barrier_arrive(k_before, pred=first)
-    if WITH_DQ:
-        tlx.local_store(ds_stages[2 * ds_at + cid], ds0)
-    dv = tlx.async_dot(p0.to(DTYPE), do_tiles[at], dv)
-    dk = tlx.async_dot(ds0, q_tiles[at], dk)
-    s1 = tlx.async_dot_wait(3, s1)
-    lse1 = tlx.local_load(lse_tiles[at + 1])
-    p1 = _probabilities(s1, lse1, begin - 64, end - 64, scale, EDGES)
-    dp1 = tlx.async_dot_wait(2, dp1)
-    tlx.barrier_arrive(v_empty, pred=last)
-    ds1 = (p1 * (dp1 - tlx.local_load(delta_tiles[at + 1])[None, :])).to(DTYPE)
-    if WITH_DQ:
-        tlx.local_store(ds_stages[2 * ds_at + 2 + cid], ds1)
-        tlx.fence("async_shared")
-    dv = tlx.async_dot(p1.to(DTYPE), do_tiles[at + 1], dv)
-    dk = tlx.async_dot(ds1, q_tiles[at + 1], dk)
-    if WITH_DQ:
-        tlx.named_barrier_wait(9, 256)  # both have written dS
-        dq = tlx.async_dot(tlx.local_trans(ds_tiles[ds_at + cid]), k_tile)
-        dv = tlx.async_dot_wait(1, dv)
-        dk = tlx.async_dot_wait(1, dk)
-        tlx.barrier_arrive(q_empty)
-        dq = tlx.async_dot_wait(0, dq)
-        add_sums(dq, dq_stages[cid], desc_dq, dq_tile + HEADS * cid, order == 1, BLOCK_D)
-    else:
-        dv = tlx.async_dot_wait(0, dv)
-        dk = tlx.async_dot_wait(0, dk)
-        tlx.barrier_arrive(q_empty)
-    return dk, dv
-
-
-@triton.jit
-def _steps(
-    x_begin,
-    x_end,
-    x_first,
-    x_last,
-    order,
-    buffers,
-    desc_dq,
-    dq_tile,
-    j,
-    dk,
-    dv,
-    count,
-    left,
-    right,
-    scale,
-    cid: tl.constexpr,
-    TILES: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    Q_STAGES: tl.constexpr,
-    HEADS: tl.constexpr,
-    EDGES: tl.constexpr,
-    WITH_DQ: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """(dk, dv, count) after a head's steps from x_begin to x_end.
-
-    x_first and x_last are the tile's, or -1 where they are another head's. dq_tile is that of
-    step 0; j are the keys, counted from the first query of step 0.
-    """
-    q_full, q_empty = buffers[-2:]
-    for x in tl.range(x_begin, x_end):
-        st = count % Q_STAGES
-        # The queries that see key j are those from j - right to j + left.
-        begin = j - x * (64 * TILES) - right
-        end = j - x * (64 * TILES) + left + 1
-        phase, tile = (count // Q_STAGES) & 1, dq_tile + x * (TILES * HEADS)
-        if TILES == 1:
-            dk, dv = _step_of_one(
-                buffers[:-2], q_full[st], phase, q_empty[st], st, count % 2, desc_dq, tile, dk, dv,
-                begin, end, x == x_first, x == x_last, order, count % 2 == cid, scale, cid, BLOCK_D,
-                EDGES, WITH_DQ, DTYPE,
-            )  # fmt: skip
-        else:
-            dk, dv = _step_of_two(
-                buffers[:-2], q_full[st], phase, q_empty[st], 2 * st, 2 * (count % 2), desc_dq,
-                tile, dk, dv, begin, end, x == x_first, x == x_last, order, scale, cid, BLOCK_D,
-                HEADS, EDGES, WITH_DQ, DTYPE,
-            )  # fmt: skip
-        count += 1
-    return dk, dv, count
-
-
-@triton.jit
-def _steps_without_keys(
-    x_begin,
-    x_end,
-    x_first,
-    x_last,
-    order,
-    buffers,
-    desc_dq,
-    dq_tile,
-    count,
-    cid: tl.constexpr,
-    TILES: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    Q_STAGES: tl.constexpr,
-    HEADS: tl.constexpr,
-    WITH_DQ: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """The count after steps of a consumer whose keys are past the sample's end.
-
-    It keeps to all barriers and takes its turns at dQ, to which its own dS adds 0.
-    """
-    k_tile, ds_tiles = buffers[0], buffers[6]
-    ds_stages, dq_stages, v_empty, k_before, q_full, q_empty = buffers[7:]
-    for x in tl.range(x_begin, x_end):
-        st = count % Q_STAGES
-        ds_at = TILES * (count % 2)
-        tile = dq_tile + x * (TILES * HEADS)
-        tlx.barrier_wait(q_full[st], (count // Q_STAGES) & 1)
-        tlx.barrier_arrive(v_empty, pred=x == x_last)
-        tlx.async_descriptor_store_wait(0)
-        if WITH_DQ:
-            if order == 2:
-                if x == x_first:
-                    wait_for_writes()
-        tlx.barrier_arrive(k_before, pred=x == x_first)
-        tlx.barrier_arrive(q_empty[st])
-        if WITH_DQ:
-            for u in tl.static_range(TILES):
-                tlx.local_store(ds_stages[2 * (ds_at + u) + cid], tl.zeros([64, 64], DTYPE))
-            tlx.fence("async_shared")
-            if TILES == 2:
-                tlx.named_barrier_wait(9, 256)
-                dq = tlx.async_dot(tlx.local_trans(ds_tiles[ds_at + cid]), k_tile)
-                dq = tlx.async_dot_wait(0, dq)
-                add_sums(dq, dq_stages[cid], desc_dq, tile + HEADS * cid, order == 1, BLOCK_D)
-            elif count % 2 == cid:
-                tlx.named_barrier_wait(9 + cid, 256)
-                dq = tlx.async_dot(tlx.local_trans(ds_tiles[ds_at]), k_tile)
-                dq = tlx.async_dot_wait(0, dq)
-                add_sums(dq, dq_stages[0], desc_dq, tile, order == 1, BLOCK_D)
-            else:
-                tlx.named_barrier_arrive(10 - cid, 256)
-        count += 1
-    return count
 
 
 @triton.jit(do_not_specialize=["single", "pairs", "units", "stats", "left", "right"])
@@ -498,6 +221,17 @@ def hopper_backward_kernel(
 
         with tlx.async_task(num_warps=4, registers=240, replicate=2):
             cid: tl.constexpr = tlx.async_task_replica_id()
+            OPTIONS: tl.constexpr = Options(
+                cid=cid, TILES=Q_TILES, BLOCK_D=BLOCK_D, Q_STAGES=Q_STAGES, HEADS=HEADS,
+                WITH_DQ=WITH_DQ, DTYPE=DTYPE,
+            )  # fmt: skip
+            consumer = Consumer(
+                v_tile=v_tiles[cid], v_empty=v_empty[0],
+                q_tiles=q_tiles, do_tiles=do_tiles, lse_tiles=lse_tiles, delta_tiles=delta_tiles,
+                q_full=q_full, q_empty=q_empty,
+                ds_tiles=ds_tiles, ds_stages=ds_stages, dq_stages=dq_stages, desc_dq=desc_dq,
+                left=left, right=right, scale=scale,
+            )  # fmt: skip
             count = 0
             tile = 0
             number, _ = _unit(tl.program_id(0), single, pairs)
@@ -526,11 +260,7 @@ def hopper_backward_kernel(
                 j = first + tl.arange(0, 64)
                 dk = tl.zeros([64, BLOCK_D], tl.float32)
                 dv = tl.zeros([64, BLOCK_D], tl.float32)
-                buffers = (
-                    k_tiles[ks], v_tiles[cid], q_tiles, do_tiles,
-                    lse_tiles, delta_tiles, ds_tiles, ds_stages, dq_stages, v_empty[0],
-                    k_empty[(tile + 1) % K_STAGES], q_full, q_empty,
-                )  # fmt: skip
+                k_tile, k_before = k_tiles[ks], k_empty[(tile + 1) % K_STAGES]
                 tlx.barrier_wait(k_full[ks], (tile // K_STAGES) & 1)
                 tlx.barrier_wait(v_full[0], tile & 1)
                 for g in tl.range(0, GROUP):
@@ -542,34 +272,23 @@ def hopper_backward_kernel(
                     if GROUP > 1:
                         x_first = tl.where(g == 0, x_first, -1)
                         x_last = tl.where(g == GROUP - 1, x_last, -1)
+                    this = Tile(k_tile, k_before, j, dq_tile, x_first, x_last, order)
                     if HAS_RIGHT:
-                        dk, dv, count = _steps(
-                            0, tl.minimum(inner, outer), x_first, x_last, order, buffers, desc_dq,
-                            dq_tile, j, dk, dv, count, left, right, scale, cid, Q_TILES, BLOCK_D,
-                            Q_STAGES, HEADS, 1, WITH_DQ, DTYPE,
-                        )  # fmt: skip
+                        dk, dv, count = steps(
+                            0, tl.minimum(inner, outer), consumer, this, dk, dv, count, OPTIONS, 1
+                        )
                     if NARROW:
-                        dk, dv, count = _steps(
-                            outer, inner, x_first, x_last, order, buffers, desc_dq, dq_tile, j, dk,
-                            dv, count, left, right, scale, cid, Q_TILES, BLOCK_D, Q_STAGES, HEADS,
-                            3, WITH_DQ, DTYPE,
-                        )  # fmt: skip
-                    dk, dv, count = _steps(
-                        inner, outer, x_first, x_last, order, buffers, desc_dq, dq_tile, j, dk, dv,
-                        count, left, right, scale, cid, Q_TILES, BLOCK_D, Q_STAGES, HEADS, 0,
-                        WITH_DQ, DTYPE,
-                    )  # fmt: skip
+                        dk, dv, count = steps(
+                            outer, inner, consumer, this, dk, dv, count, OPTIONS, 3
+                        )
+                    dk, dv, count = steps(inner, outer, consumer, this, dk, dv, count, OPTIONS, 0)
                     if HAS_LEFT:
-                        dk, dv, count = _steps(
-                            tl.maximum(inner, outer), mine, x_first, x_last, order, buffers,
-                            desc_dq, dq_tile, j, dk, dv, count, left, right, scale, cid, Q_TILES,
-                            BLOCK_D, Q_STAGES, HEADS, 2, WITH_DQ, DTYPE,
-                        )  # fmt: skip
+                        begin = tl.maximum(inner, outer)
+                        dk, dv, count = steps(
+                            begin, mine, consumer, this, dk, dv, count, OPTIONS, 2
+                        )
                     if cid > 0:
-                        count = _steps_without_keys(
-                            mine, blocks, x_first, x_last, order, buffers, desc_dq, dq_tile, count,
-                            cid, Q_TILES, BLOCK_D, Q_STAGES, HEADS, WITH_DQ, DTYPE,
-                        )  # fmt: skip
+                        count = steps_without_keys(mine, blocks, consumer, this, count, OPTIONS)
                 # Of the keys and dS nothing is read any more: the last to read them is dQ.
                 if not WITH_DQ or Q_TILES == 2:
                     tlx.named_barrier_wait(11, 256)

@@ -12,6 +12,7 @@ import torch
 from gem.attention.backends import (
     tlx_,
     tlx_backward,
+    tlx_backward_steps,
     tlx_backward_sums,
     tlx_common,
     tlx_forward_steps,
@@ -188,7 +189,7 @@ FORWARD = Case(
 
 # Of the step of one tile.
 WAITS = """both consumers are here: they meet before every dQ.
-        if order == 2:
+        if tile.order == 2:
             if first:
 """
 
@@ -211,15 +212,9 @@ BACKWARD = Case(
         alias("v_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2)", "k_tiles"),
         alias("do_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, Q_TILES * Q_STAGES)", "q_tiles"),
         alias("delta_tiles = tlx.local_alloc((64,), tl.float32, Q_TILES * Q_STAGES)", "lse_tiles"),
-        *(
-            (kind, f"{sums}, order == 1", f"{sums}, {fresh}")
-            for kind, fresh in {
-                "the first tile adds": "order == 5",
-                "every tile of a whole sample writes": "order >= 1",
-                "every tile writes": "True",
-            }.items()
-            for sums in ("dq_stages[0], desc_dq, dq_tile", "desc_dq, dq_tile + HEADS * cid")
-        ),
+        ("the first tile adds", "tile.order == 1", "tile.order == 5"),
+        ("every tile of a whole sample writes", "tile.order == 1", "tile.order >= 1"),
+        ("every tile writes", "tile.order == 1", "True"),
         ("adds once earlier writes are read", "bulk.wait_group 0", "bulk.wait_group.read 0"),
         ("one consumer waits", WAITS, WAITS.replace("first:", "first & mine:")),
         ("the other consumer waits", WAITS, WAITS.replace("first:", "first & (not mine):")),
@@ -238,7 +233,7 @@ BACKWARD = Case(
             " which the consumer has waited",
         ),
     },
-    [tlx_backward_sums],
+    [tlx_backward_sums, tlx_backward_steps],
 )
 
 SHARED_BACKWARD = Case(

@@ -1,0 +1,311 @@
+"""What a consumer of `tlx_hopper_backward` does with tiles of queries.
+
+A step has the queries of one barrier: one tile of 64 or, at dim 64, two of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gem.attention.backends.tlx_backward_sums import add_sums
+from gem.attention.backends.tlx_common import wait_for_writes
+
+
+class Options(NamedTuple):
+    """Constants of a consumer: its number and the kernel's.
+
+    Attributes:
+        TILES: of 64 queries, in a step.
+    """
+
+    cid: tl.constexpr
+    TILES: tl.constexpr
+    BLOCK_D: tl.constexpr
+    Q_STAGES: tl.constexpr
+    HEADS: tl.constexpr
+    WITH_DQ: tl.constexpr
+    DTYPE: tl.constexpr
+
+
+class Consumer(NamedTuple):
+    """What a consumer works with in every tile.
+
+    Attributes:
+        v_tile: its values `[64, BLOCK_D]`, and the barrier to say that they are not needed.
+        q_tiles, do_tiles: TILES * Q_STAGES tiles of queries and dout `[64, BLOCK_D]`.
+        lse_tiles, delta_tiles: `[64]` for each of these; Q_STAGES barriers are for all four.
+        ds_tiles: dS^T `[128, 64]` of both consumers, TILES for either of two steps.
+        ds_stages: the same, `[64, 64]` of a consumer, to be written.
+        dq_stages: TILES stages of `desc_dq`'s copies.
+        left, right: of the window.
+        scale: of scores.
+    """
+
+    v_tile: tlx.buffered_tensor
+    v_empty: tlx.mbarrier
+    q_tiles: tlx.buffered_tensor
+    do_tiles: tlx.buffered_tensor
+    lse_tiles: tlx.buffered_tensor
+    delta_tiles: tlx.buffered_tensor
+    q_full: tlx.mbarrier
+    q_empty: tlx.mbarrier
+    ds_tiles: tlx.buffered_tensor
+    ds_stages: tlx.buffered_tensor
+    dq_stages: tlx.buffered_tensor
+    desc_dq: tl.tensor_descriptor
+    left: tl.tensor
+    right: tl.tensor
+    scale: tl.tensor
+
+
+class Tile(NamedTuple):
+    """A tile of keys, and a head whose queries see it.
+
+    Not to be carried by a loop. Triton's cache does not see this class: its fields change together
+    with the calls that fill them by position.
+
+    Attributes:
+        k_tile: the keys of both consumers `[128, BLOCK_D]`.
+        k_before: the barrier to say that the stage of the tile before is free.
+        j: this consumer's keys `[64]`, counted from the first query of step 0.
+        dq_tile: of the sums of dQ, that of step 0.
+        x_first, x_last: the tile's first and last step, or -1 where they are another head's.
+        order: as in `schedule.KeyTiles`.
+    """
+
+    k_tile: tlx.buffered_tensor
+    k_before: tlx.mbarrier
+    j: tl.tensor
+    dq_tile: tl.tensor
+    x_first: tl.tensor
+    x_last: tl.tensor
+    order: tl.tensor
+
+
+@triton.jit
+def _probabilities(s, lse, begin, end, scale, EDGES: tl.constexpr):
+    """P^T of scores `[64 keys, 64 queries]`: at most 1, whatever rounding does to the scores.
+
+    EDGES: 1, with the queries before begin 0, 2, with those from end on, 3 for both; begin and end
+    are `[64]` for each key, counted from the tile's first query.
+    """
+    p = tl.math.exp2(tl.minimum(s * scale - lse[None, :], 0.0))
+    i = tl.arange(0, 64)[None, :]
+    if EDGES % 2 == 1:
+        p = tl.where(i >= begin[:, None], p, 0.0)
+    if EDGES >= 2:
+        p = tl.where(i < end[:, None], p, 0.0)
+    return p
+
+
+@triton.jit
+def _window(consumer, tile, x, OPTIONS: tl.constexpr):
+    """(begin, end) `[64]`: the queries that see each key, counted from the first one of step x."""
+    j = tile.j - x * (64 * OPTIONS.TILES)
+    return j - consumer.right, j + consumer.left + 1
+
+
+@triton.jit
+def _add_dq(consumer, tile, dq_tile, dq, u, OPTIONS: tl.constexpr):
+    """Adds dQ of a step's tile u to the sums, dq_tile for tile 0.
+
+    Those of whole samples are written by the first tile of keys.
+    """
+    dq_tile += OPTIONS.HEADS * u
+    fresh = tile.order == 1
+    add_sums(dq, consumer.dq_stages[u], consumer.desc_dq, dq_tile, fresh, OPTIONS.BLOCK_D)
+
+
+@triton.jit
+def _dq(consumer, tile, dq_tile, ds_at, u, OPTIONS: tl.constexpr):
+    """Computes dQ of a step's tile u, whose dS is at ds_at, and adds it as `_add_dq`."""
+    dq = tlx.async_dot(tlx.local_trans(consumer.ds_tiles[ds_at]), tile.k_tile)
+    dq = tlx.async_dot_wait(0, dq)
+    _add_dq(consumer, tile, dq_tile, dq, u, OPTIONS)
+
+
+@triton.jit
+def _step_of_one(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES: tl.constexpr):
+    """(dk, dv) after step x, the consumer's step `count`, with a tile of 64 queries.
+
+    In a tile's first step the stage of the keys before is free once this consumer's copies from
+    there are done. After its last one the values are not needed. dQ is the consumers' task by
+    turns. EDGES: as in `_probabilities`.
+    """
+    cid: tl.constexpr = OPTIONS.cid
+    at, ds_at = count % OPTIONS.Q_STAGES, count % 2
+    begin, end = _window(consumer, tile, x, OPTIONS)
+    phase = (count // OPTIONS.Q_STAGES) & 1
+    dq_tile = tile.dq_tile + x * (OPTIONS.TILES * OPTIONS.HEADS)
+    q_full, q_empty = consumer.q_full[at], consumer.q_empty[at]
+    first, last, mine = x == tile.x_first, x == tile.x_last, count % 2 == cid
+    q_tiles, do_tiles = consumer.q_tiles, consumer.do_tiles
+    keys = tlx.local_slice(tile.k_tile, [64 * cid, 0], [64, OPTIONS.BLOCK_D])
+    tlx.barrier_wait(q_full, phase)
+    if not EDGES:  # the load's time is that of the products
+        lse = tlx.local_load(consumer.lse_tiles[at])
+    s = tlx.async_dot(keys, tlx.local_trans(q_tiles[at]))
+    dp = tlx.async_dot(consumer.v_tile, tlx.local_trans(do_tiles[at]))
+    s = tlx.async_dot_wait(1, s)
+    if EDGES:  # registers are short
+        lse = tlx.local_load(consumer.lse_tiles[at])
+    p = _probabilities(s, lse, begin, end, consumer.scale, EDGES)
+    dv = tlx.async_dot(p.to(OPTIONS.DTYPE), do_tiles[at], dv)
+    dp = tlx.async_dot_wait(1, dp)
+    tlx.barrier_arrive(consumer.v_empty, pred=last)
+    ds = (p * (dp - tlx.local_load(consumer.delta_tiles[at])[None, :])).to(OPTIONS.DTYPE)
+    tlx.async_descriptor_store_wait(0)  # this consumer's copies before have left their stages
+    if OPTIONS.WITH_DQ:
+        # Nobody adds before both consumers are here: they meet before every dQ.
+        if tile.order == 2:
+            if first:
+                wait_for_writes()
+    tlx.barrier_arrive(tile.k_before, pred=first)
+    if OPTIONS.WITH_DQ:
+        tlx.local_store(consumer.ds_stages[2 * ds_at + cid], ds)
+        tlx.fence("async_shared")
+        if not mine:
+            tlx.named_barrier_arrive(10 - cid, 256)
+    dk = tlx.async_dot(ds, q_tiles[at], dk)
+    dv = tlx.async_dot_wait(0, dv)
+    dk = tlx.async_dot_wait(0, dk)
+    tlx.barrier_arrive(q_empty)
+    if OPTIONS.WITH_DQ:
+        if mine:
+            tlx.named_barrier_wait(9 + cid, 256)  # the other has written its dS
+            _dq(consumer, tile, dq_tile, ds_at, 0, OPTIONS)
+    return dk, dv
+
+
+@triton.jit
+def _step_of_two(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES: tl.constexpr):
+    """As `_step_of_one`, with two tiles of 64 queries; each consumer computes dQ of one."""
+    cid: tl.constexpr = OPTIONS.cid
+    st, ds_at = count % OPTIONS.Q_STAGES, 2 * (count % 2)
+    begin, end = _window(consumer, tile, x, OPTIONS)
+    phase = (count // OPTIONS.Q_STAGES) & 1
+    dq_tile = tile.dq_tile + x * (OPTIONS.TILES * OPTIONS.HEADS)
+    q_full, q_empty, at = consumer.q_full[st], consumer.q_empty[st], 2 * st
+    first, last = x == tile.x_first, x == tile.x_last
+    q_tiles, do_tiles = consumer.q_tiles, consumer.do_tiles
+    lse_tiles, delta_tiles = consumer.lse_tiles, consumer.delta_tiles
+    ds_stages, scale = consumer.ds_stages, consumer.scale
+    keys = tlx.local_slice(tile.k_tile, [64 * cid, 0], [64, OPTIONS.BLOCK_D])
+    tlx.barrier_wait(q_full, phase)
+    if not EDGES:
+        lse0 = tlx.local_load(lse_tiles[at])
+    s0 = tlx.async_dot(keys, tlx.local_trans(q_tiles[at]))
+    dp0 = tlx.async_dot(consumer.v_tile, tlx.local_trans(do_tiles[at]))
+    s1 = tlx.async_dot(keys, tlx.local_trans(q_tiles[at + 1]))
+    dp1 = tlx.async_dot(consumer.v_tile, tlx.local_trans(do_tiles[at + 1]))
+    s0 = tlx.async_dot_wait(3, s0)
+    if EDGES:
+        lse0 = tlx.local_load(lse_tiles[at])
+    else:
+        delta0 = tlx.local_load(delta_tiles[at])
+    p0 = _probabilities(s0, lse0, begin, end, scale, EDGES)
+    dp0 = tlx.async_dot_wait(2, dp0)
+    if EDGES:
+        delta0 = tlx.local_load(delta_tiles[at])
+    ds0 = (p0 * (dp0 - delta0[None, :])).to(OPTIONS.DTYPE)
+    tlx.async_descriptor_store_wait(0)
+    if OPTIONS.WITH_DQ:
+        if tile.order == 2:
+            if first:
+                wait_for_writes()
+    tlx.barrier_arrive(tile.k_before, pred=first)
+    if OPTIONS.WITH_DQ:
+        tlx.local_store(ds_stages[2 * ds_at + cid], ds0)
+    dv = tlx.async_dot(p0.to(OPTIONS.DTYPE), do_tiles[at], dv)
+    dk = tlx.async_dot(ds0, q_tiles[at], dk)
+    s1 = tlx.async_dot_wait(3, s1)
+    lse1 = tlx.local_load(lse_tiles[at + 1])
+    p1 = _probabilities(s1, lse1, begin - 64, end - 64, scale, EDGES)
+    dp1 = tlx.async_dot_wait(2, dp1)
+    tlx.barrier_arrive(consumer.v_empty, pred=last)
+    ds1 = (p1 * (dp1 - tlx.local_load(delta_tiles[at + 1])[None, :])).to(OPTIONS.DTYPE)
+    if OPTIONS.WITH_DQ:
+        tlx.local_store(ds_stages[2 * ds_at + 2 + cid], ds1)
+        tlx.fence("async_shared")
+    dv = tlx.async_dot(p1.to(OPTIONS.DTYPE), do_tiles[at + 1], dv)
+    dk = tlx.async_dot(ds1, q_tiles[at + 1], dk)
+    if OPTIONS.WITH_DQ:
+        tlx.named_barrier_wait(9, 256)  # both have written dS
+        dq = tlx.async_dot(tlx.local_trans(consumer.ds_tiles[ds_at + cid]), tile.k_tile)
+        dv = tlx.async_dot_wait(1, dv)
+        dk = tlx.async_dot_wait(1, dk)
+        tlx.barrier_arrive(q_empty)
+        dq = tlx.async_dot_wait(0, dq)
+        _add_dq(consumer, tile, dq_tile, dq, cid, OPTIONS)
+    else:
+        dv = tlx.async_dot_wait(0, dv)
+        dk = tlx.async_dot_wait(0, dk)
+        tlx.barrier_arrive(q_empty)
+    return dk, dv
+
+
+@triton.jit
+def steps(
+    x_begin,
+    x_end,
+    consumer,
+    tile,
+    dk,
+    dv,
+    count,
+    OPTIONS: tl.constexpr,
+    EDGES: tl.constexpr,
+):
+    """(dk, dv, count) after a head's steps from x_begin to x_end.
+
+    count: of the consumer's steps. EDGES: the window may begin (1) or end (2) for a key there.
+    """
+    for x in tl.range(x_begin, x_end):
+        if OPTIONS.TILES == 1:
+            dk, dv = _step_of_one(consumer, tile, x, dk, dv, count, OPTIONS, EDGES)
+        else:
+            dk, dv = _step_of_two(consumer, tile, x, dk, dv, count, OPTIONS, EDGES)
+        count += 1
+    return dk, dv, count
+
+
+@triton.jit
+def steps_without_keys(x_begin, x_end, consumer, tile, count, OPTIONS: tl.constexpr):
+    """The count after steps of a consumer whose keys are past the sample's end.
+
+    It keeps to all barriers and takes its turns at dQ, to which its own dS adds 0.
+    """
+    cid: tl.constexpr = OPTIONS.cid
+    TILES: tl.constexpr = OPTIONS.TILES
+    for x in tl.range(x_begin, x_end):
+        st = count % OPTIONS.Q_STAGES
+        ds_at = TILES * (count % 2)
+        dq_tile = tile.dq_tile + x * (TILES * OPTIONS.HEADS)
+        tlx.barrier_wait(consumer.q_full[st], (count // OPTIONS.Q_STAGES) & 1)
+        tlx.barrier_arrive(consumer.v_empty, pred=x == tile.x_last)
+        tlx.async_descriptor_store_wait(0)
+        if OPTIONS.WITH_DQ:
+            if tile.order == 2:
+                if x == tile.x_first:
+                    wait_for_writes()
+        tlx.barrier_arrive(tile.k_before, pred=x == tile.x_first)
+        tlx.barrier_arrive(consumer.q_empty[st])
+        if OPTIONS.WITH_DQ:
+            zeros = tl.zeros([64, 64], OPTIONS.DTYPE)
+            for u in tl.static_range(TILES):
+                tlx.local_store(consumer.ds_stages[2 * (ds_at + u) + cid], zeros)
+            tlx.fence("async_shared")
+            if TILES == 2:
+                tlx.named_barrier_wait(9, 256)
+                _dq(consumer, tile, dq_tile, ds_at + cid, cid, OPTIONS)
+            elif count % 2 == cid:
+                tlx.named_barrier_wait(9 + cid, 256)
+                _dq(consumer, tile, dq_tile, ds_at, 0, OPTIONS)
+            else:
+                tlx.named_barrier_arrive(10 - cid, 256)
+        count += 1
+    return count
