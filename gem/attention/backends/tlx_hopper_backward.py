@@ -74,6 +74,12 @@ def _queries(row):
     )
 
 
+@triton.jit
+def _copy_statistics(x, buffer, barrier):
+    """Copies a number of each of 64 queries."""
+    tlx.async_load(x, buffer, bulk=True, bulk_size=256, barrier=barrier)
+
+
 @triton.jit(do_not_specialize=["single", "pairs", "units", "stats", "left", "right"])
 def hopper_backward_kernel(
     desc_q,
@@ -182,31 +188,16 @@ def hopper_backward_kernel(
                             m = q_begin + x * BLOCK_Q
                             st = count % Q_STAGES
                             tlx.barrier_wait(q_empty[st], ((count // Q_STAGES) & 1) ^ 1)
-                            tlx.barrier_expect_bytes(q_full[st], Q_BYTES)
+                            full = q_full[st]
+                            tlx.barrier_expect_bytes(full, Q_BYTES)
                             for u in tl.static_range(Q_TILES):
                                 at = Q_TILES * st + u
                                 i = m + 64 * u
-                                copy_rows(
-                                    desc_q, q_tiles[at], q_full[st], q_first, queries, i, head
-                                )
-                                copy_rows(
-                                    desc_do,
-                                    do_tiles[at],
-                                    q_full[st],
-                                    out_first,
-                                    queries,
-                                    i,
-                                    head,
-                                )
+                                copy_rows(desc_q, q_tiles[at], full, q_first, queries, i, head)
+                                copy_rows(desc_do, do_tiles[at], full, out_first, queries, i, head)
                                 place = head.to(tl.int64) * stats + stats_first + i
-                                tlx.async_load(
-                                    LSE2 + place, lse_tiles[at], bulk=True, bulk_size=256,
-                                    barrier=q_full[st],
-                                )  # fmt: skip
-                                tlx.async_load(
-                                    DELTA + place, delta_tiles[at], bulk=True, bulk_size=256,
-                                    barrier=q_full[st],
-                                )  # fmt: skip
+                                _copy_statistics(LSE2 + place, lse_tiles[at], full)
+                                _copy_statistics(DELTA + place, delta_tiles[at], full)
                             # The values' one stage becomes free later than that of these queries.
                             if (g == 0) & (x == 0):
                                 tlx.barrier_wait(v_empty[0], (tile & 1) ^ 1)
