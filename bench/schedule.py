@@ -58,20 +58,20 @@ def builders(row: Row) -> dict[str, Callable[[torch.Tensor], object]]:
         blocks = 64 * shape.consumers, shape.keys
         return schedule.dealt_tiles(x, queries(x), left, right, row.heads, *blocks, CPU, PROCESSORS)
 
-    def whole(lengths: torch.Tensor) -> int:
-        short = (lengths > 0) & (lengths <= tlx_backward.WHOLE_KEYS)
-        enough = int(short.sum()) * row.kv_heads >= tlx_backward.LEAST_WHOLE * PROCESSORS
-        jagged = not row.broadcast and left is None and right is None
-        return tlx_backward.WHOLE_KEYS if jagged and enough else 0
+    def whole(x: torch.Tensor) -> bool:
+        if row.broadcast or left is not None or right is not None:
+            return False
+        return tlx_backward.whole_pays(x, x, row.kv_heads, PROCESSORS)
 
     def dealt_keys(x: torch.Tensor) -> schedule.KeyTiles:
         blocks = tlx_backward.BLOCK_K, block_q
         return schedule.dealt_keys(
-            x, queries(x), left, right, row.kv_heads, *blocks, CPU, PROCESSORS, whole(x) > 0
+            x, queries(x), left, right, row.kv_heads, *blocks, CPU, PROCESSORS, whole(x)
         )
 
     def statistic_tiles(x: torch.Tensor) -> torch.Tensor:
-        return schedule.statistic_tiles(x, queries(x), block_q, CPU, whole(x))
+        keys = tlx_backward.WHOLE_KEYS if whole(x) else 0
+        return schedule.statistic_tiles(x, queries(x), block_q, CPU, keys)
 
     found = {"dealt_tiles": dealt_tiles}
     kept = row.broadcast and tlx_backward.keeps_queries(row.queries, row.heads, row.kv_heads)

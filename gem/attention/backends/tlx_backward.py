@@ -61,18 +61,24 @@ def form_of(call: Call, q: Tensor) -> Form:
             return Form("queries")
         return Form("keys", split=call.deterministic)
     block = step_rows(block_columns(call))
-    rows = _statistic_tiles(call, q, block).shape[0] * block
+    rows = int(((call.q_lengths + block - 1) // block).sum()) * block
     if rows > MOST_PADDING * int(call.q_lengths.sum()):
         return Form("keys", split=True)
     if call.left is not None or call.right is not None:
         return Form("keys", split=call.deterministic)
-    seen = (call.q_lengths > 0) & (call.k_lengths > 0)
-    short = seen & (call.k_lengths <= WHOLE_KEYS)
     if call.deterministic:
-        fixed = bool((seen == short).all())  # only whole samples are added up in a fixed order
+        seen = (call.q_lengths > 0) & (call.k_lengths > 0)
+        # Only whole samples are added up in a fixed order.
+        fixed = not (seen & (call.k_lengths > WHOLE_KEYS)).any()
         return Form("keys", split=not fixed, whole=fixed)
-    enough = int(short.sum()) * call.kv_heads >= LEAST_WHOLE * processors(q.device)
-    return Form("keys", whole=enough)
+    ctas = processors(q.device)
+    return Form("keys", whole=whole_pays(call.q_lengths, call.k_lengths, call.kv_heads, ctas))
+
+
+def whole_pays(q_lengths: Tensor, k_lengths: Tensor, kv_heads: int, ctas: int) -> bool:
+    """Whether there are enough samples that can be whole."""
+    short = (q_lengths > 0) & (k_lengths > 0) & (k_lengths <= WHOLE_KEYS)
+    return int(short.sum()) * kv_heads >= LEAST_WHOLE * ctas
 
 
 def keeps_queries(queries: int, heads: int, kv_heads: int) -> bool:
@@ -83,11 +89,6 @@ def keeps_queries(queries: int, heads: int, kv_heads: int) -> bool:
 def step_rows(block_d: int) -> int:
     """Queries of a step of the kernel that keeps keys."""
     return 8192 // block_d
-
-
-def _statistic_tiles(call: Call, q: Tensor, block: int, whole: int = 0) -> Tensor:
-    queries = triton_.queries_of(call, q)
-    return schedule.schedule("statistic_tiles", call.k_lengths, queries, block, q.device, whole)
 
 
 def backward(
@@ -145,8 +146,14 @@ class _Backward:
         """Tiles of queries, their delta and log-sum-exp, and the sums of dQ, 0 where need be."""
         call, device = self.call, self.q.device
         self.block_q = step_rows(self.block_d)
-        self.whole = WHOLE_KEYS if self.form.whole else 0
-        self.tiles = _statistic_tiles(call, self.q, self.block_q, self.whole)
+        self.tiles = schedule.schedule(
+            "statistic_tiles",
+            call.k_lengths,
+            triton_.queries_of(call, self.q),
+            self.block_q,
+            device,
+            WHOLE_KEYS if self.form.whole else 0,
+        )
         self.stats = self.tiles.shape[0] * self.block_q
         self.delta = torch.empty((call.heads, self.stats), dtype=torch.float32, device=device)
         self.lse2 = torch.empty_like(self.delta)
@@ -203,7 +210,7 @@ class _Backward:
             self.block_q,
             self.q.device,
             processors(self.q.device),
-            self.form.whole,
+            form.whole,
         )
         if tiles.empty.shape[0]:
             self.dk.zero_()
