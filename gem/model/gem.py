@@ -113,27 +113,16 @@ class Gem(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """batch of B rows -> float32 logits [B, tasks], in the schema's order of tasks."""
         sparse, events = self.embeddings(batch)
-        count = 0 if self.cls is None else self.config.cls_tokens
-        lengths = torch.full((batch.batch_size,), count)
-        cls_layout = JaggedLayout.from_lengths(lengths, sparse.device)
-        places = [self._places(batch.sequences[f.name], cls_layout) for f in self.sequences]
-        return self.interact(batch, sparse, events, places)
-
-    def interact(
-        self, batch: Batch, sparse: Tensor, events: dict[str, Tensor], places: list[dict]
-    ) -> Tensor:
-        """From what was looked up to logits [B, tasks]; nothing here waits for the device.
-
-        Args:
-            sparse, events: of the embeddings. places: by sequence, what `_places` made.
-        """
         x = self.feature_tokens(batch, sparse)
-        cls = x.new_zeros(len(x), 0, x.shape[2]) if self.cls is None else self.cls(x)
         states = []
-        for feature, tokens, place in zip(self.sequences, self.event_tokens, places, strict=True):
-            sequence = batch.sequences[feature.name]
-            s = tokens(events[feature.name], sequence.age, sequence.dense)
-            states.append(SequenceState(s, cls, sequence.layout, **place))
+        if self.sequences:
+            cls = x.new_zeros(len(x), 0, x.shape[2]) if self.cls is None else self.cls(x)
+            lengths = torch.full((len(x),), cls.shape[1])
+            cls_layout = JaggedLayout.from_lengths(lengths, x.device)
+            for feature, tokens in zip(self.sequences, self.event_tokens, strict=True):
+                sequence = batch.sequences[feature.name]
+                s = tokens(events[feature.name], sequence.age, sequence.dense)
+                states.append(self._start(sequence, s, cls, cls_layout))
         for layer in self.layers:
             x, states = layer(x, states)
         summary = [head(state) for head, state in zip(self.final, states, strict=True)]
@@ -143,18 +132,16 @@ class Gem(nn.Module):
         """Forward FLOPs of a batch by part; see `gem.model.flops.model_flops`."""
         return model_flops(self, lengths, batch_size)
 
-    def _places(self, sequence: JaggedSequence, cls_layout: JaggedLayout) -> dict:
-        """What all layers reuse of a sequence: the rest of its `SequenceState`."""
+    def _start(
+        self, sequence: JaggedSequence, s: Tensor, cls: Tensor, cls_layout: JaggedLayout
+    ) -> SequenceState:
+        """Makes what all layers reuse."""
         layout, rotary = sequence.layout, None
         if self.config.rotary:
             head_dim = self.config.d_model // self.config.heads
             rotary = position_and_time_rotary(distance_from_end(layout), sequence.age, head_dim)
-        return {
-            "cls_layout": cls_layout,
-            "blocks": Blocks(layout, BLOCK),
-            "recent": LastRows(layout, self.config.pooling.recent),
-            "rotary": rotary,
-        }
+        blocks, recent = Blocks(layout, BLOCK), LastRows(layout, self.config.pooling.recent)
+        return SequenceState(s, cls, layout, cls_layout, blocks, recent, rotary)
 
 
 def summary_size(config: ModelConfig) -> int:
