@@ -129,12 +129,26 @@ def _dq(consumer, tile, dq_tile, ds_at, u, OPTIONS: tl.constexpr):
 
 
 @triton.jit
+def _leave_stages(tile, first, OPTIONS: tl.constexpr):
+    """Waits until this consumer's copies have left their stages, in a tile's `first` step for all.
+
+    Then that of the keys before is free, and dQ that is to be added to is in place.
+    """
+    tlx.async_descriptor_store_wait(0)
+    if OPTIONS.WITH_DQ:
+        # Nobody adds before both consumers are here: they meet before every dQ.
+        if tile.order == 2:
+            if first:
+                wait_for_writes()
+    tlx.barrier_arrive(tile.k_before, pred=first)
+
+
+@triton.jit
 def _step_of_one(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES: tl.constexpr):
     """(dk, dv) after step x, the consumer's step `count`, with a tile of 64 queries.
 
-    In a tile's first step the stage of the keys before is free once this consumer's copies from
-    there are done. After its last one the values are not needed. dQ is the consumers' task by
-    turns. EDGES: as in `_probabilities`.
+    After a tile's last step the values are not needed. dQ is the consumers' task by turns.
+    EDGES: as in `_probabilities`.
     """
     cid: tl.constexpr = OPTIONS.cid
     at, ds_at = count % OPTIONS.Q_STAGES, count % 2
@@ -158,13 +172,7 @@ def _step_of_one(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES:
     dp = tlx.async_dot_wait(1, dp)
     tlx.barrier_arrive(consumer.v_empty, pred=last)
     ds = (p * (dp - tlx.local_load(consumer.delta_tiles[at])[None, :])).to(OPTIONS.DTYPE)
-    tlx.async_descriptor_store_wait(0)  # this consumer's copies before have left their stages
-    if OPTIONS.WITH_DQ:
-        # Nobody adds before both consumers are here: they meet before every dQ.
-        if tile.order == 2:
-            if first:
-                wait_for_writes()
-    tlx.barrier_arrive(tile.k_before, pred=first)
+    _leave_stages(tile, first, OPTIONS)
     if OPTIONS.WITH_DQ:
         tlx.local_store(consumer.ds_stages[2 * ds_at + cid], ds)
         tlx.fence("async_shared")
@@ -212,12 +220,7 @@ def _step_of_two(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES:
     if EDGES:
         delta0 = tlx.local_load(delta_tiles[at])
     ds0 = (p0 * (dp0 - delta0[None, :])).to(OPTIONS.DTYPE)
-    tlx.async_descriptor_store_wait(0)
-    if OPTIONS.WITH_DQ:
-        if tile.order == 2:
-            if first:
-                wait_for_writes()
-    tlx.barrier_arrive(tile.k_before, pred=first)
+    _leave_stages(tile, first, OPTIONS)
     if OPTIONS.WITH_DQ:
         tlx.local_store(ds_stages[2 * ds_at + cid], ds0)
     dv = tlx.async_dot(p0.to(OPTIONS.DTYPE), do_tiles[at], dv)

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
+from gem.attention.backends.tlx_common import to_base_2
+
 
 @triton.jit(do_not_specialize=["stats"])
 def statistics_kernel(
@@ -54,7 +56,7 @@ def statistics_kernel(
     if HAS_DLSE:
         delta -= tl.load(DLSE + r * HEADS + head, mask=there, other=0.0)
     lse = tl.load(LSE + r * HEADS + head, mask=there, other=-float("inf"))
-    lse = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
+    lse = to_base_2(lse)
     to = head.to(tl.int64) * stats + tile * BLOCK + tl.arange(0, BLOCK)
     tl.store(DELTA + to, delta)
     tl.store(LSE2 + to, lse)

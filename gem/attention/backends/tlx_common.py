@@ -90,6 +90,21 @@ def dealt_turns(tiles, TEAM: tl.constexpr):
 
 
 @triton.jit
+def rows_of(row):
+    """(first row, number) of the sample's rows and (first one, head) of the tile, by its table row.
+
+    They are queries in `schedule.DealtTiles`, keys in `schedule.KeyTiles`.
+    """
+    return tl.load(row + 4), tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
+
+
+@triton.jit
+def to_base_2(lse):
+    """A log-sum-exp in base 2; +inf, so that exp gives 0, of queries that see nothing."""
+    return tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
+
+
+@triton.jit
 def ask(COUNTERS, wanted, TEAM: tl.constexpr):
     """Asks a counter in global memory for another tile, while the one before is copied.
 

@@ -40,9 +40,3 @@ def keys_of(row, WINDOW: tl.constexpr):
     if WINDOW:
         return tl.load(row), keys, tl.load(row + 2), tl.load(row + 3)
     return tl.load(row), keys, 0, keys
-
-
-@triton.jit
-def queries_of(row):
-    """(first output row, queries) of the sample, (first query, head) of the tile."""
-    return tl.load(row + 4), tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)

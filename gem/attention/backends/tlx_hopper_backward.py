@@ -44,6 +44,7 @@ from gem.attention.backends.tlx_common import (
     dealt_place,
     hand_over,
     handed_over,
+    rows_of,
     store_columns,
     store_rows,
 )
@@ -54,12 +55,6 @@ def _unit(number, single, pairs):
     """(first row, rows) of what a CTA takes at a time, of `schedule.KeyTiles`."""
     pair = (number >= single) & (number < single + pairs)
     return number + tl.minimum(tl.maximum(number - single, 0), pairs), 1 + pair.to(tl.int32)
-
-
-@triton.jit
-def _keys(row):
-    """(first row, number) of the sample's keys, (first key, head) of the tile."""
-    return tl.load(row + 4), tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
 
 
 @triton.jit
@@ -173,7 +168,7 @@ def hopper_backward_kernel(
                     after = tl.where(r + 1 < first_row + rows, r + 1, next_row)
                     hand_over(numbers, number_full, number_empty, tile, after)
                     row = TILES + r * 10
-                    k_first, keys, first_j, kv_head = _keys(row)
+                    k_first, keys, first_j, kv_head = rows_of(row)
                     out_first, queries, stats_first, q_begin, q_end = _queries(row)
                     q_first = 0 if BROADCAST else out_first
                     ks = tile % K_STAGES
@@ -228,7 +223,7 @@ def hopper_backward_kernel(
             number, _ = _unit(tl.program_id(0), single, pairs)
             while number >= 0:
                 row = TILES + number * 10
-                k_first, keys, first_j, kv_head = _keys(row)
+                k_first, keys, first_j, kv_head = rows_of(row)
                 out_first, queries, stats_first, q_begin, q_end = _queries(row)
                 order = 0 if BROADCAST or HAS_LEFT or HAS_RIGHT else tl.load(row + 9)
                 first_j += 64 * cid

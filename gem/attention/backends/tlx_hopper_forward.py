@@ -29,6 +29,7 @@ from gem.attention.backends.tlx_common import (
     dealt_turns,
     hand_over,
     handed_over,
+    rows_of,
     store_rows,
 )
 from gem.attention.backends.tlx_forward_steps import (
@@ -40,7 +41,7 @@ from gem.attention.backends.tlx_forward_steps import (
     rest_of_tile,
     step,
 )
-from gem.attention.backends.tlx_forward_tiles import keys_of, most_turns, queries_of, row_of
+from gem.attention.backends.tlx_forward_tiles import keys_of, most_turns, row_of
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def _finish(
 ):
     """Writes the output and the log-sum-exp of a tile's 64 queries from `skip` on."""
     # Loaded again rather than kept in registers through the tile.
-    out_first, queries, first_i, head = queries_of(row)
+    out_first, queries, first_i, head = rows_of(row)
     first_i += skip
     lse = (top + tl.math.log2(total)) * 0.6931471805599453
     if OPTIONS.WINDOW:
@@ -159,7 +160,7 @@ def hopper_forward_kernel(
                 taken = ask(COUNTERS, True, TEAM)
             row = row_of(TILES, 0, turns, number, TEAM, COUNTER)
             k_first, keys, begin, end = keys_of(row, WINDOW)
-            out_first, queries, first_i, head = queries_of(row)
+            out_first, queries, first_i, head = rows_of(row)
             for turn in tl.range(0, turns):
                 for _ in tl.range(0, (number >= 0).to(tl.int32) if COUNTER else 1):
                     # Loaded one turn ahead: the table's latency would hold up a tile's first copy.
@@ -171,7 +172,7 @@ def hopper_forward_kernel(
                         hand_over(numbers, tile_full, tile_empty, turn, number)
                     row = row_of(TILES, turn + 1, turns, number, TEAM, COUNTER)
                     n_k_first, n_keys, n_begin, n_end = keys_of(row, WINDOW)
-                    n_out_first, n_queries, n_first_i, n_head = queries_of(row)
+                    n_out_first, n_queries, n_first_i, n_head = rows_of(row)
                     q_first = 0 if BROADCAST else out_first
                     qs = turn % Q_STAGES
                     if not KEEP_Q or turn == 0:
@@ -226,7 +227,7 @@ def hopper_forward_kernel(
             next_k_first, next_keys, next_begin, next_end = keys_of(
                 row_of(TILES, 1, turns, next_number, TEAM, COUNTER), WINDOW
             )
-            out_first, queries, first_i, head = queries_of(row)
+            out_first, queries, first_i, head = rows_of(row)
             i = first_i + cid * 64 + tl.arange(0, 64)
             blocks = (end - begin + BLOCK_K - 1) // BLOCK_K
             nothing = tl.full([64], -float("inf"), tl.float32)
@@ -266,7 +267,7 @@ def hopper_forward_kernel(
                     )
                     blocks = (end - begin + BLOCK_K - 1) // BLOCK_K
                     if WINDOW:
-                        out_first, queries, first_i, head = queries_of(row)
+                        out_first, queries, first_i, head = rows_of(row)
                         i = first_i + cid * 64 + tl.arange(0, 64)
                     if not KEEP_Q:
                         qs = turn % Q_STAGES

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gem.attention.backends.tlx_common import copy_rows, store_rows
+from gem.attention.backends.tlx_common import copy_rows, store_rows, to_base_2
 
 
 @triton.jit
@@ -123,8 +123,7 @@ def hopper_shared_backward_kernel(
                 )
                 place = (sample.to(tl.int64) * queries + i) * HEADS + head
                 lse = tl.load(LSE + place, mask=i < queries, other=-float("inf"))
-                # Of queries that see nothing or are not there, exp gives 0.
-                lse = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
+                lse = to_base_2(lse)
                 d = turn % 2
                 tlx.barrier_wait(do_full[d], (turn // 2) & 1)
                 delta = tlx.local_load(out_tiles[d]).to(tl.float32)

@@ -187,7 +187,6 @@ FORWARD = Case(
     (tlx_forward_tiles, tlx_forward_steps),
 )
 
-# Of the step of one tile.
 WAITS = """both consumers are here: they meet before every dQ.
         if tile.order == 2:
             if first:
@@ -216,8 +215,8 @@ BACKWARD = Case(
         ("every tile of a whole sample writes", "tile.order == 1", "tile.order >= 1"),
         ("every tile writes", "tile.order == 1", "True"),
         ("adds once earlier writes are read", "bulk.wait_group 0", "bulk.wait_group.read 0"),
-        ("one consumer waits", WAITS, WAITS.replace("first:", "first & mine:")),
-        ("the other consumer waits", WAITS, WAITS.replace("first:", "first & (not mine):")),
+        ("one consumer waits", WAITS, WAITS.replace("first:", "first & (OPTIONS.cid == 0):")),
+        ("the other consumer waits", WAITS, WAITS.replace("first:", "first & (OPTIONS.cid == 1):")),
         ("waits where any may come first", WAITS, WAITS.replace("order == 2", "order == 0")),
     ],
     {
