@@ -22,7 +22,6 @@ from gem.attention.backends.tlx_backward_sums import dq_kernel, statistics_kerne
 from gem.attention.backends.tlx_common import block_columns, is_narrow, processors, ragged, readable
 from gem.attention.backends.tlx_hopper_backward import hopper_backward_kernel
 from gem.attention.backends.tlx_hopper_shared_backward import hopper_shared_backward_kernel
-from gem.attention.backends.triton_backward import sum_kernel
 
 BLOCK_K = 128
 # The float32 sums of dQ have whole tiles of queries for every sample. Where that is more than so
@@ -280,11 +279,4 @@ class _Backward:
             num_warps=4,
             num_stages=1,
         )
-        size = self.dq.numel()
-        triton_.run(
-            sum_kernel,
-            (triton.cdiv(size, 256),),
-            *(partial, self.dq, call.scale, partial.shape[0], size),
-            BLOCK=256,
-            num_warps=4,
-        )
+        triton_.sum_partial(partial, self.dq, call.scale)

@@ -315,7 +315,7 @@ class _Backward:
             *self.do_strides,
             **_constants(call, tiles, self.block_d),
         )
-        self._sum(partial)
+        sum_partial(partial, self.dq, self.call.scale)
 
     def add_all(self, tiles: Tiles) -> None:
         """Writes dq, dk and dv of broadcast attention with few queries."""
@@ -335,7 +335,7 @@ class _Backward:
             *self.do_strides,
             **constants,
         )
-        self._sum(partial)
+        sum_partial(partial, self.dq, self.call.scale)
 
     def _segments(self, programs_per_worker: int) -> schedule.Segments:
         """For as many workers as the device holds at once."""
@@ -346,15 +346,18 @@ class _Backward:
         shape = (segments.workers, *self.q.shape)
         return torch.empty(shape, dtype=torch.float32, device=self.q.device)
 
-    def _sum(self, partial: Tensor) -> None:
-        size = self.dq.numel()
-        run(
-            backward_kernels.sum_kernel,
-            (triton.cdiv(size, 256),),
-            *(partial, self.dq, self.call.scale, partial.shape[0], size),
-            BLOCK=256,
-            num_warps=4,
-        )
+
+def sum_partial(partial: Tensor, dq: Tensor, scale: float) -> None:
+    """dq = scale times the sum of partial, float32 `[workers, *dq.shape]`, over the workers."""
+    size, block = dq.numel(), 64
+    run(
+        backward_kernels.sum_kernel,
+        (triton.cdiv(size, block),),
+        *(partial, dq, scale, partial.shape[0], size),
+        BLOCK=block,
+        WORKERS=32,
+        num_warps=4,
+    )
 
 
 def _constants(call: Call, tiles: Tiles, block_d: int) -> dict[str, int]:

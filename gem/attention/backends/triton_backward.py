@@ -471,10 +471,19 @@ def shared_queries_kernel(
 
 
 @triton.jit(do_not_specialize=["workers"])  # a size of many 16 lets loads be wide
-def sum_kernel(PARTIAL, DQ, natural_scale, workers, size, BLOCK: tl.constexpr):
-    """DQ `[size]` from PARTIAL float32 `[workers, size]`, added in the order of the workers."""
+def sum_kernel(
+    PARTIAL, DQ, natural_scale, workers, size, BLOCK: tl.constexpr, WORKERS: tl.constexpr
+):
+    """DQ `[size]` from PARTIAL float32 `[workers, size]`, added in an order that is fixed.
+
+    WORKERS are read at once: there are few programs, and what they wait for is memory.
+    """
     x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for worker in tl.range(0, workers, num_stages=4):
-        total += tl.load(PARTIAL + tl.cast(worker, tl.int64) * size + x, mask=x < size, other=0.0)
-    tl.store(DQ + x, (total * natural_scale).to(DQ.dtype.element_ty), mask=x < size)
+    total = tl.zeros([WORKERS, BLOCK], tl.float32)
+    for first in tl.range(0, workers, WORKERS):
+        worker = first + tl.arange(0, WORKERS)
+        place = worker.to(tl.int64)[:, None] * size + x[None, :]
+        mask = (worker < workers)[:, None] & (x < size)[None, :]
+        total += tl.load(PARTIAL + place, mask=mask, other=0.0)
+    total = tl.sum(total, 0) * natural_scale
+    tl.store(DQ + x, total.to(DQ.dtype.element_ty), mask=x < size)
