@@ -272,13 +272,17 @@ def statistic_tiles(
     """int32 `[tiles, 3]` of (first row, rows, whether sums of their gradient must begin as 0).
 
     Queries in blocks, every sample's from a new one. Samples of at most `whole` keys begin with
-    what the first tile of their keys writes, if there is one.
+    what the first tile of their keys writes, if there is one. Shared queries have the sums that
+    would be the first sample's.
     """
     keys, rows = _rows_of(k_lengths, queries)
     sample, number = _pieces(rows, block)
     first = _starts(rows)[sample] + number * block
     rest = np.minimum(rows[sample] - number * block, block)
-    clear = (keys == 0) | (keys > whole)
+    if isinstance(queries, Tensor):
+        clear = (keys == 0) | (keys > whole)
+    else:
+        clear = np.arange(len(keys)) == 0
     return _table(first, rest, clear[sample], device=device)
 
 

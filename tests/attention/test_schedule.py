@@ -304,8 +304,9 @@ def test_statistic_tiles_hold_every_query_once_each_sample_from_a_new_block(shar
     tiles = schedule.statistic_tiles(keys, 21 if shared else queries, 8, CPU)
     assert tiles.dtype == torch.int32
     first, expected = 0, []
-    for n in queries.tolist():
-        expected += [[first + m, min(8, n - m), 1] for m in range(0, n, 8)]
+    for b, n in enumerate(queries.tolist()):
+        clear = 1 if b == 0 or not shared else 0  # shared queries have one set of sums
+        expected += [[first + m, min(8, n - m), clear] for m in range(0, n, 8)]
         first += n
     assert tiles.tolist() == expected
     assert schedule.statistic_tiles(keys, 0, 8, CPU).shape == (0, 3)

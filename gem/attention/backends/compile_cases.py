@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ def compile_cases() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], 
         for queries in (64, 128, 192, 256):
             yield from _cases(f"broadcast_q{queries}_d{dim}", dim, queries)
         yield from _cases(f"self_d{dim}", dim)
+        yield from _cases(f"whole_d{dim}", dim, lengths=[40] * 600)
         yield from _cases(f"deterministic_d{dim}", dim, deterministic=True)
         yield from _cases(f"causal_d{dim}", dim, right=0)
         yield from _cases(f"window_d{dim}", dim, left=256, right=256)
@@ -44,10 +45,11 @@ def _cases(
     right: int | None = None,
     deterministic: bool = False,
     counter: bool = False,
+    lengths: Sequence[int] = (1024,),
 ) -> Iterator[tuple]:
     """The kernels of one call, or the TLX forward that takes its tiles from a counter."""
-    heads, keys = 4, 1024
-    layout = JaggedLayout.from_lengths([keys])
+    heads, keys = 4, sum(lengths)
+    layout = JaggedLayout.from_lengths(lengths)
     jagged = queries is None
     q = torch.empty(keys if jagged else queries, heads, dim, dtype=torch.bfloat16)
     kv = torch.empty(keys, kv_heads, dim, dtype=torch.bfloat16)

@@ -30,8 +30,10 @@ MOST_PADDING = 4
 # Samples of so many keys (two tiles) may be one CTA's. Each CTA then reads queries of its own, and
 # those of all should stay in the L2 cache from one tile of a sample to the next.
 WHOLE_KEYS = 2 * BLOCK_K
-# CTAs should have at least so many whole samples, or they end at different times.
+# CTAs should have at least so many whole samples, or they end at different times. And these should
+# have at least such a share of the queries, as the kernel that serves both kinds is itself slower.
 LEAST_WHOLE = 4
+LEAST_SHARE = 1 / 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +79,9 @@ def form_of(call: Call, q: Tensor) -> Form:
 def whole_pays(q_lengths: Tensor, k_lengths: Tensor, kv_heads: int, ctas: int) -> bool:
     """Whether there are enough samples that can be whole."""
     short = (q_lengths > 0) & (k_lengths > 0) & (k_lengths <= WHOLE_KEYS)
-    return int(short.sum()) * kv_heads >= LEAST_WHOLE * ctas
+    if int(short.sum()) * kv_heads < LEAST_WHOLE * ctas:
+        return False
+    return int(q_lengths[short].sum()) >= LEAST_SHARE * int(q_lengths.sum())
 
 
 def keeps_queries(queries: int, heads: int, kv_heads: int) -> bool:
@@ -182,8 +186,6 @@ class _Backward:
         if self.form.split or not tiles:
             return torch.empty((1, 1, tile), dtype=torch.float32, device=self.q.device), False
         size = tiles, self.call.heads, tile
-        if self.broadcast:
-            return torch.zeros(size, dtype=torch.float32, device=self.q.device), False
         return torch.empty(size, dtype=torch.float32, device=self.q.device), True
 
     def _descriptors(self, k_rows: int, dv_columns: int, *more: Tensor) -> tuple:
@@ -234,6 +236,7 @@ class _Backward:
             BY_COUNTER=(call.left is None) == (call.right is None),
             BLOCK_D=block_d,
             WITH_DQ=not form.split,
+            WHOLE=form.whole,
             num_warps=4,
             num_stages=1,
         )

@@ -105,13 +105,15 @@ def hopper_backward_kernel(
     BY_COUNTER: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WITH_DQ: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """dk and dv of all tiles and, unless WITH_DQ is off, dq added to float32 sums.
 
     TILES, single, pairs and units are those of `schedule.KeyTiles`; every tile is seen by a query.
     Grid: as many CTAs as run at once, at most one for each unit. COUNTER: int32, 0; without
     BY_COUNTER units are dealt in a zig-zag. `scale` holds log2(e) too. NARROW: a window may begin
-    and end within one step. Sums begin as 0 but for whole samples; `dq_kernel` finishes them.
+    and end within one step. Sums begin as 0 but for whole samples, of which there are some with
+    WHOLE; `dq_kernel` finishes them.
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     K_STAGES: tl.constexpr = 2
@@ -225,7 +227,7 @@ def hopper_backward_kernel(
                 row = TILES + number * 10
                 k_first, keys, first_j, kv_head = rows_of(row)
                 out_first, queries, stats_first, q_begin, q_end = _queries(row)
-                order = 0 if BROADCAST or HAS_LEFT or HAS_RIGHT else tl.load(row + 9)
+                order = tl.load(row + 9) if WHOLE else 0
                 first_j += 64 * cid
                 blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
                 # The tile's first key as the queries count, from the first step's first one.
