@@ -103,6 +103,13 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     return launch(call, q, k, v, shape_of(call, q))
 
 
+def may_idle(call: Call, q: Tensor, shape: Shape) -> bool:
+    """Whether a tile may have queries for some of its consumers only."""
+    if call.form != "broadcast":
+        return shape.consumers > 1
+    return -q.shape[0] % (64 * shape.consumers) >= 64
+
+
 def launch(
     call: Call, q: Tensor, k: Tensor, v: Tensor, shape: Shape, p_shared: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -174,6 +181,7 @@ def launch(
             PING_PONG=shape.ping_pong,
             P_SHARED=p_shared,
             P_WIDE=shape.p_wide,
+            IDLE=may_idle(call, q, shape),
             COUNTER=shape.counter,
             num_warps=4,
             # Triton would ask for one register too many where there is one consumer.

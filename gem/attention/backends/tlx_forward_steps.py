@@ -23,6 +23,7 @@ class Options(NamedTuple):
 
     Attributes:
         PIECES: products that an output of BLOCK_D columns takes, see `_weigh`.
+        IDLE: a tile may have no queries for this consumer.
     """
 
     cid: tl.constexpr
@@ -39,6 +40,7 @@ class Options(NamedTuple):
     PING_PONG: tl.constexpr
     P_SHARED: tl.constexpr
     P_WIDE: tl.constexpr
+    IDLE: tl.constexpr
     DTYPE: tl.constexpr
 
 
@@ -274,6 +276,25 @@ def _steps(
 
 
 @triton.jit
+def _steps_without_queries(x_begin, x_end, consumer, count, OPTIONS: tl.constexpr):
+    """The count after steps of a consumer whose queries are past the sample's end.
+
+    It keeps to all barriers and computes nothing.
+    """
+    STAGES: tl.constexpr = OPTIONS.STAGES
+    for _ in tl.range(x_begin, x_end):
+        st, before = count % STAGES, (count - 1) % STAGES
+        tlx.barrier_wait(consumer.k_full[st], (count // STAGES) & 1)
+        _take_turn(OPTIONS)
+        _pass_turn(OPTIONS)
+        tlx.barrier_arrive(consumer.k_empty[st])
+        tlx.barrier_wait(consumer.v_full[before], ((count - 1) // STAGES) & 1)
+        tlx.barrier_arrive(consumer.v_empty[before])
+        count += 1
+    return count
+
+
+@triton.jit
 def rest_of_tile(
     consumer,
     q_tile,
@@ -289,11 +310,15 @@ def rest_of_tile(
 ):
     """All steps of a tile but the first: those at an edge of the window masked, the others not.
 
-    `first` is the consumer's first query.
+    `first` is the consumer's first query. One without queries computes no more than the tile's
+    first scores, beside the last product of the tile before, and its own last product beside the
+    next tile's first scores: a step that it may need for the other tile.
     """
+    begin, blocks, keys, queries = tile.begin, tile.blocks, tile.keys, tile.queries
+    if OPTIONS.IDLE:
+        blocks = tl.where(first < queries, blocks, 1)
     # Blocks before `inner` have keys that are right of the window of some query, from `outer` on
     # keys that are left of it.
-    begin, blocks, keys, queries = tile.begin, tile.blocks, tile.keys, tile.queries
     inner = 1
     outer = blocks
     if OPTIONS.HAS_RIGHT:
@@ -323,6 +348,8 @@ def rest_of_tile(
             tl.maximum(inner, outer), blocks, consumer, q_tile, tile, weights, out0, out1, top,
             total, count, OPTIONS, True, False,
         )  # fmt: skip
+    if OPTIONS.IDLE:
+        count = _steps_without_queries(blocks, tile.blocks, consumer, count, OPTIONS)
     return weights, out0, out1, top, total, count
 
 

@@ -113,6 +113,7 @@ def hopper_forward_kernel(
     PING_PONG: tl.constexpr,
     P_SHARED: tl.constexpr,
     P_WIDE: tl.constexpr,
+    IDLE: tl.constexpr,
     COUNTER: tl.constexpr,
 ):
     """out and lse of all tiles. `scale` holds log2(e) too; FLIPPED says that it is negative.
@@ -121,6 +122,7 @@ def hopper_forward_kernel(
     TEAM-th tile has the same queries and head, which a CTA then keeps for its life. With COUNTER
     `COUNTERS` are TEAM int32 zeros, one for each of these queries and heads. NARROW: a window may
     begin and end in one block of keys; NEAR: it may begin in the last block that a tile sees.
+    IDLE: a sample's last tile may have no queries for all consumers but the first.
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     WINDOW: tl.constexpr = HAS_LEFT or HAS_RIGHT
@@ -208,7 +210,8 @@ def hopper_forward_kernel(
             OPTIONS: tl.constexpr = Options(
                 cid=cid, CONSUMERS=CONSUMERS, BLOCK_K=BLOCK_K, PIECES=PIECES, STAGES=STAGES,
                 WINDOW=WINDOW, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, NARROW=NARROW, NEAR=NEAR,
-                FLIPPED=FLIPPED, PING_PONG=PING_PONG, P_SHARED=P_SHARED, P_WIDE=P_WIDE, DTYPE=DTYPE,
+                FLIPPED=FLIPPED, PING_PONG=PING_PONG, P_SHARED=P_SHARED, P_WIDE=P_WIDE,
+                IDLE=IDLE and cid > 0, DTYPE=DTYPE,
             )  # fmt: skip
             consumer = Consumer(
                 k_tiles=k_tiles, k_full=k_full, k_empty=k_empty,
@@ -266,7 +269,7 @@ def hopper_forward_kernel(
                         row_of(TILES, turn + 1, turns, next_number, TEAM, COUNTER), WINDOW
                     )
                     blocks = (end - begin + BLOCK_K - 1) // BLOCK_K
-                    if WINDOW:
+                    if WINDOW or OPTIONS.IDLE:
                         out_first, queries, first_i, head = rows_of(row)
                         i = first_i + cid * 64 + tl.arange(0, 64)
                     if not KEEP_Q:
