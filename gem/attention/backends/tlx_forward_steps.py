@@ -284,11 +284,12 @@ def _steps_without_queries(x_begin, x_end, consumer, count, OPTIONS: tl.constexp
     STAGES: tl.constexpr = OPTIONS.STAGES
     for _ in tl.range(x_begin, x_end):
         st, before = count % STAGES, (count - 1) % STAGES
-        tlx.barrier_wait(consumer.k_full[st], (count // STAGES) & 1)
+        k_phase, v_phase = (count // STAGES) & 1, ((count - 1) // STAGES) & 1
+        tlx.barrier_wait(consumer.k_full[st], k_phase)
         _take_turn(OPTIONS)
         _pass_turn(OPTIONS)
         tlx.barrier_arrive(consumer.k_empty[st])
-        tlx.barrier_wait(consumer.v_full[before], ((count - 1) // STAGES) & 1)
+        tlx.barrier_wait(consumer.v_full[before], v_phase)
         tlx.barrier_arrive(consumer.v_empty[before])
         count += 1
     return count

@@ -165,6 +165,7 @@ FORWARD = Case(
             "tl.num_programs(0) // TEAM + number",
             "tl.num_programs(0) // TEAM + number + 1",
         ),
+        ("idle with some queries", "tl.where(first < queries", "tl.where(first + 63 < queries"),
     ],
     {
         "always the first buffer: 'turn % 2' -> '(turn % 2) * 0'": (1, NO_ZIGZAG),
@@ -182,6 +183,11 @@ FORWARD = Case(
             1,
             "it only keeps the compiler from moving what comes after it; the barrier has been"
             " passed",
+        ),
+        "no barrier_wait: 'tlx.barrier_wait(consumer.v_full[before], v_phase)'": (
+            1,
+            "the wait for the keys has waited until the producer began to copy these values, which"
+            " it does once their stage was released before; a consumer without queries reads none",
         ),
     },
     (tlx_forward_tiles, tlx_forward_steps),
