@@ -103,11 +103,11 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     return launch(call, q, k, v, shape_of(call, q))
 
 
-def may_idle(call: Call, q: Tensor, shape: Shape) -> bool:
-    """Whether a tile may have queries for some of its consumers only."""
+def may_idle(call: Call, q: Tensor, shape: Shape) -> int:
+    """2 if a tile may have queries for some of its consumers only, else 0; see `IDLE`."""
     if call.form != "broadcast":
-        return shape.consumers > 1
-    return -q.shape[0] % (64 * shape.consumers) >= 64
+        return 2 if shape.consumers > 1 else 0
+    return 2 if -q.shape[0] % (64 * shape.consumers) >= 64 else 0
 
 
 def launch(

@@ -23,7 +23,8 @@ class Options(NamedTuple):
 
     Attributes:
         PIECES: products that an output of BLOCK_D columns takes, see `_weigh`.
-        IDLE: a tile may have no queries for this consumer.
+        IDLE: a tile may have no queries for this consumer; it then leaves out the steps within the
+            tile (1), or all that is only for this tile (2).
     """
 
     cid: tl.constexpr
@@ -79,6 +80,7 @@ class Tile(NamedTuple):
         i: the 64 queries, counted in the sample.
         begin, blocks: the first key that the tile sees, and blocks of keys from there on.
         keys, queries: of the sample.
+        busy: whether the consumer has queries in the tile; asked with IDLE.
     """
 
     i: tl.tensor
@@ -86,6 +88,7 @@ class Tile(NamedTuple):
     blocks: tl.tensor
     keys: tl.tensor
     queries: tl.tensor
+    busy: tl.tensor
 
 
 @triton.jit
@@ -244,6 +247,85 @@ def step(
 
 
 @triton.jit
+def _step_apart(
+    consumer,
+    q_tile,
+    tile,
+    before_busy,
+    weights,
+    out0,
+    out1,
+    top,
+    total,
+    count,
+    OPTIONS: tl.constexpr,
+):
+    """What `first_of_next` does of a tile's first step where the consumer has queries in this tile
+    or the one before, or neither."""
+    STAGES: tl.constexpr = OPTIONS.STAGES
+    st, before = count % STAGES, (count - 1) % STAGES
+    k_phase, v_phase = (count // STAGES) & 1, ((count - 1) // STAGES) & 1
+    tlx.barrier_wait(consumer.v_full[before], v_phase)
+    tlx.barrier_wait(consumer.k_full[st], k_phase)
+    _take_turn(OPTIONS)
+    if before_busy:
+        p = weights.to(OPTIONS.DTYPE)
+        out0, out1 = _weigh(p, consumer.v_tiles[before], out0, out1, OPTIONS)
+        out0 = tlx.async_dot_wait(0, out0)
+        if OPTIONS.PIECES == 2:
+            out1 = tlx.async_dot_wait(0, out1)
+    tlx.barrier_arrive(consumer.v_empty[before])
+    if tile.busy:
+        s = tlx.async_dot(q_tile, tlx.local_trans(consumer.k_tiles[st]))
+        s = tlx.async_dot_wait(0, s)
+        j = _keys(consumer, tile, 0, OPTIONS.BLOCK_K)
+        seen = _seen(consumer, tile, j, True, OPTIONS.NEAR, OPTIONS.HAS_RIGHT)
+        top, total, p, shrink = _masked(s, seen, top, total, consumer.scale, OPTIONS.WINDOW)
+        weights = p if OPTIONS.P_WIDE else p.to(OPTIONS.DTYPE)
+    _pass_turn(OPTIONS)
+    tlx.barrier_arrive(consumer.k_empty[st])
+    return weights, out0, out1, top, total
+
+
+@triton.jit
+def first_of_next(
+    consumer,
+    q_tile,
+    tile,
+    before_busy,
+    weights,
+    out0,
+    out1,
+    nothing,
+    zero,
+    count,
+    OPTIONS: tl.constexpr,
+):
+    """(weights, out0, out1, top, total) after a tile's first step, as `step`.
+
+    The outputs are those of the tile before, top and total the new tile's, from `nothing` and
+    `zero` on.
+    """
+    if OPTIONS.IDLE == 2:
+        if before_busy & tile.busy:
+            weights, out0, out1, top, total, shrink = step(
+                consumer, q_tile, tile, 0, weights, out0, out1, nothing, zero, count, OPTIONS,
+                True, OPTIONS.NEAR, OPTIONS.HAS_RIGHT,
+            )  # fmt: skip
+        else:
+            weights, out0, out1, top, total = _step_apart(
+                consumer, q_tile, tile, before_busy, weights, out0, out1, nothing, zero, count,
+                OPTIONS,
+            )  # fmt: skip
+    else:
+        weights, out0, out1, top, total, shrink = step(
+            consumer, q_tile, tile, 0, weights, out0, out1, nothing, zero, count, OPTIONS, True,
+            OPTIONS.NEAR, OPTIONS.HAS_RIGHT,
+        )  # fmt: skip
+    return weights, out0, out1, top, total
+
+
+@triton.jit
 def _steps(
     x_begin,
     x_end,
@@ -311,13 +393,11 @@ def rest_of_tile(
 ):
     """All steps of a tile but the first: those at an edge of the window masked, the others not.
 
-    `first` is the consumer's first query. One without queries computes no more than the tile's
-    first scores, beside the last product of the tile before, and its own last product beside the
-    next tile's first scores: a step that it may need for the other tile.
+    `first` is the consumer's first query.
     """
     begin, blocks, keys, queries = tile.begin, tile.blocks, tile.keys, tile.queries
     if OPTIONS.IDLE:
-        blocks = tl.where(first < queries, blocks, 1)
+        blocks = tl.where(tile.busy, blocks, 1)
     # Blocks before `inner` have keys that are right of the window of some query, from `outer` on
     # keys that are left of it.
     inner = 1

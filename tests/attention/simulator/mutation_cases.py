@@ -165,7 +165,13 @@ FORWARD = Case(
             "tl.num_programs(0) // TEAM + number",
             "tl.num_programs(0) // TEAM + number + 1",
         ),
-        ("idle with some queries", "tl.where(first < queries", "tl.where(first + 63 < queries"),
+        (
+            "idle with some queries",
+            "tl.load(row + 6) + 64 * cid <",
+            "tl.load(row + 6) + 64 * cid + 63 <",
+        ),
+        ("no last product before idling", "if before_busy:\n", "if tile.busy:\n"),
+        ("no scores after idling", "if tile.busy:\n", "if before_busy:\n"),
     ],
     {
         "always the first buffer: 'turn % 2' -> '(turn % 2) * 0'": (1, NO_ZIGZAG),
@@ -176,7 +182,7 @@ FORWARD = Case(
             " to be released, which consumers do after the product in question",
         ),
         "one product more in flight: 'out1 = tlx.async_dot_wait(0, out1)'": (
-            2,
+            3,
             "the wait for the first half of the output has waited for all products",
         ),
         "no barrier_wait: 'tlx.barrier_wait(v_full, v_phase)'": (

@@ -111,11 +111,14 @@ def test_consumers_without_queries_leave_out_steps(
     for processors in (1, 3):
         out, lse, counts = launched(problem, shape, 0, processors)
         assert not wrong(problem, out, lse)
-        with monkeypatch.context() as patch:
-            patch.setattr(tlx_, "may_idle", lambda *_: False)
-            full, full_lse, full_counts = launched(problem, shape, 0, processors)
-        assert torch.equal(out, full) and torch.equal(lse, full_lse)
-        assert counts.products < full_counts.products
+        products = [counts.products]
+        for level in (1, 0):
+            with monkeypatch.context() as patch:
+                patch.setattr(tlx_, "may_idle", lambda *_, level=level: level)
+                other, other_lse, counts = launched(problem, shape, 0, processors)
+            assert torch.equal(out, other) and torch.equal(lse, other_lse)
+            products.append(counts.products)
+        assert products[0] < products[1] < products[2]
 
 
 def test_samples_of_no_rows():
