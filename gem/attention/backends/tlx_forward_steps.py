@@ -23,6 +23,7 @@ class Options(NamedTuple):
 
     Attributes:
         PIECES: products that an output of BLOCK_D columns takes, see `_weigh`.
+        PACKED: probabilities are carried to the next step as pairs of 16 bits.
         IDLE: a tile may have no queries for this consumer; it then leaves out the steps within the
             tile (1), or all that is only for this tile (2).
     """
@@ -41,6 +42,7 @@ class Options(NamedTuple):
     PING_PONG: tl.constexpr
     P_SHARED: tl.constexpr
     P_WIDE: tl.constexpr
+    PACKED: tl.constexpr
     IDLE: tl.constexpr
     DTYPE: tl.constexpr
 
@@ -169,6 +171,34 @@ def _weigh(p, v_tile, out0, out1, OPTIONS: tl.constexpr):
 
 
 @triton.jit
+def _carried(p, OPTIONS: tl.constexpr):
+    """Probabilities as a step hands them to the next: `[64, BLOCK_K]`, or PACKED pairs in 32 bits.
+
+    Not to be called before the wait for the product of those before: it reads their registers.
+    """
+    if OPTIONS.PACKED:
+        even, odd = tl.split(tl.reshape(p, [64, OPTIONS.BLOCK_K // 2, 2]))
+        # By hand: the compiler would take 16-bit numbers apart again.
+        KIND: tl.constexpr = "bf16x2" if OPTIONS.DTYPE == tl.bfloat16 else "f16x2"
+        p = tl.inline_asm_elementwise(
+            "cvt.rn." + KIND + ".f32 $0, $2, $1;", "=r,f,f", [even, odd], tl.int32, False, 1
+        )
+    elif not OPTIONS.P_WIDE:
+        p = p.to(OPTIONS.DTYPE)
+    return p
+
+
+@triton.jit
+def _left_operand(weights, OPTIONS: tl.constexpr):
+    """The probabilities `[64, BLOCK_K]` that `_carried` was given, in 16 bits."""
+    if OPTIONS.PACKED:
+        even = (weights & 0xFFFF).to(tl.int16).to(OPTIONS.DTYPE, bitcast=True)
+        odd = (weights >> 16).to(tl.int16).to(OPTIONS.DTYPE, bitcast=True)
+        weights = tl.reshape(tl.join(even, odd), [64, OPTIONS.BLOCK_K])
+    return weights.to(OPTIONS.DTYPE)
+
+
+@triton.jit
 def first_step(consumer, q_tile, tile, top, total, OPTIONS: tl.constexpr):
     """(weights, top, total) after a CTA's first block; no product runs meanwhile.
 
@@ -183,8 +213,7 @@ def first_step(consumer, q_tile, tile, top, total, OPTIONS: tl.constexpr):
     j = _keys(consumer, tile, 0, OPTIONS.BLOCK_K)
     seen = _seen(consumer, tile, j, True, OPTIONS.NEAR, OPTIONS.HAS_RIGHT)
     top, total, weights, shrink = _masked(s, seen, top, total, consumer.scale, OPTIONS.WINDOW)
-    if not OPTIONS.P_WIDE:
-        weights = weights.to(OPTIONS.DTYPE)
+    weights = _carried(weights, OPTIONS)
     return weights, top, total
 
 
@@ -222,7 +251,7 @@ def step(
     _take_turn(OPTIONS)
     s = tlx.async_dot(q_tile, tlx.local_trans(k_tile))
     tlx.barrier_wait(v_full, v_phase)
-    p = weights.to(OPTIONS.DTYPE)
+    p = _left_operand(weights, OPTIONS)
     if OPTIONS.P_SHARED:
         tlx.local_store(consumer.p_tile, p)
         tlx.fence("async_shared")
@@ -241,8 +270,7 @@ def step(
     if OPTIONS.PIECES == 2:
         out1 = tlx.async_dot_wait(0, out1)
     tlx.barrier_arrive(v_empty)
-    if not OPTIONS.P_WIDE:  # not before the wait: the product reads the registers of these numbers
-        weights = weights.to(OPTIONS.DTYPE)
+    weights = _carried(weights, OPTIONS)
     return weights, out0, out1, top, total, shrink
 
 
@@ -269,7 +297,7 @@ def _step_apart(
     tlx.barrier_wait(consumer.k_full[st], k_phase)
     _take_turn(OPTIONS)
     if before_busy:
-        p = weights.to(OPTIONS.DTYPE)
+        p = _left_operand(weights, OPTIONS)
         out0, out1 = _weigh(p, consumer.v_tiles[before], out0, out1, OPTIONS)
         out0 = tlx.async_dot_wait(0, out0)
         if OPTIONS.PIECES == 2:
@@ -281,7 +309,7 @@ def _step_apart(
         j = _keys(consumer, tile, 0, OPTIONS.BLOCK_K)
         seen = _seen(consumer, tile, j, True, OPTIONS.NEAR, OPTIONS.HAS_RIGHT)
         top, total, p, shrink = _masked(s, seen, top, total, consumer.scale, OPTIONS.WINDOW)
-        weights = p if OPTIONS.P_WIDE else p.to(OPTIONS.DTYPE)
+        weights = _carried(p, OPTIONS)
     _pass_turn(OPTIONS)
     tlx.barrier_arrive(consumer.k_empty[st])
     return weights, out0, out1, top, total
@@ -439,7 +467,7 @@ def last_product(consumer, weights, out0, out1, count, OPTIONS: tl.constexpr):
     """(out0, out1) of a CTA's last tile, all of whose scores are worked off."""
     before = (count - 1) % OPTIONS.STAGES
     tlx.barrier_wait(consumer.v_full[before], ((count - 1) // OPTIONS.STAGES) & 1)
-    p = weights.to(OPTIONS.DTYPE)
+    p = _left_operand(weights, OPTIONS)
     out0, out1 = _weigh(p, consumer.v_tiles[before], out0, out1, OPTIONS)
     out0 = tlx.async_dot_wait(0, out0)
     if OPTIONS.PIECES == 2:

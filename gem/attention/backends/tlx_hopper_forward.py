@@ -211,7 +211,7 @@ def hopper_forward_kernel(
                 cid=cid, CONSUMERS=CONSUMERS, BLOCK_K=BLOCK_K, PIECES=PIECES, STAGES=STAGES,
                 WINDOW=WINDOW, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, NARROW=NARROW, NEAR=NEAR,
                 FLIPPED=FLIPPED, PING_PONG=PING_PONG, P_SHARED=P_SHARED, P_WIDE=P_WIDE,
-                IDLE=IDLE if cid > 0 else 0, DTYPE=DTYPE,
+                PACKED=BLOCK_D == 128 and not P_WIDE, IDLE=IDLE if cid > 0 else 0, DTYPE=DTYPE,
             )  # fmt: skip
             consumer = Consumer(
                 k_tiles=k_tiles, k_full=k_full, k_empty=k_empty,

@@ -1,4 +1,5 @@
-"""Inline assembly: the waits for TMA copies to global memory, which TLX has only in part.
+"""Inline assembly: the waits for TMA copies to global memory, which TLX has only in part, and the
+conversion of pairs of float32 numbers to 16 bits each, which lie in one register.
 
 `tlx.async_descriptor_store_wait` is `cp.async.bulk.wait_group.read`: shared memory has been read.
 Without `.read` it is the full wait: what was read has been written too. Each copy is a group.
@@ -8,9 +9,11 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import triton.language as tl
 
 from gem.attention.simulator import context
+from gem.attention.simulator.dtypes import held, rounded, to_bits
 from gem.attention.simulator.errors import UnsupportedOperation
 from gem.attention.simulator.values import Value
 
@@ -18,10 +21,26 @@ from gem.attention.simulator.values import Value
 _WAIT = re.compile(
     r"\s*cp\.async\.bulk\.wait_group(\.read)?\s+(\d+)\s*;\s*mov\.[bsu]32\s+\$0\s*,\s*0\s*;\s*"
 )
+_PACK = re.compile(r"\s*cvt\.rn\.(bf|f)16x2\.f32\s+\$0\s*,\s*\$2\s*,\s*\$1\s*;\s*")
+
+
+def _packed(low, high, short, dtype):
+    """32-bit numbers of the bits of two, the second in the upper half."""
+    low, high = (to_bits(rounded(x.data, short), short).view(np.uint16) for x in (low, high))
+    bits = low.astype(np.uint32) | high.astype(np.uint32) << 16
+    return Value(bits.view(held(dtype)), dtype)
 
 
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
-    """A wait for all but the last so many copies of the task; any other assembly is reported."""
+    """A wait for all but the last so many copies of the task, or pairs converted to 16 bits.
+
+    Any other assembly is reported.
+    """
+    found = _PACK.fullmatch(asm)
+    floats = len(args) == 2 and all(x.shape and x.dtype == tl.float32 for x in args)
+    if found and floats and (constraints, pack) == ("=r,f,f", 1):
+        if dtype in (tl.int32, tl.uint32):
+            return _packed(*args, tl.bfloat16 if found[1] == "bf" else tl.float16, dtype)
     found = _WAIT.fullmatch(asm)
     if found is None or constraints != "=r" or args or dtype not in (tl.int32, tl.uint32):
         raise context.error(
