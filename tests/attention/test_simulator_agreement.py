@@ -375,8 +375,8 @@ def test_a_kernel_that_leaves_out_a_key_is_found(tmp_path, monkeypatch):
         [
             ("seen = (j < keys)[None, :]", "seen = (j < keys - 1)[None, :]"),
             (
-                "p = weights.to(OPTIONS.DTYPE)\n    if",
-                "p = (weights * 0.998).to(OPTIONS.DTYPE)\n    if",
+                "    if OPTIONS.PACKED:\n        even, odd = tl.split(",
+                "    p = p * 0.998\n    if OPTIONS.PACKED:\n        even, odd = tl.split(",
             ),
         ]
     ):

@@ -110,6 +110,15 @@ def may_idle(call: Call, q: Tensor, shape: Shape) -> int:
     return 2 if -q.shape[0] % (64 * shape.consumers) >= 64 else 0
 
 
+def packed(call: Call, shape: Shape) -> bool:
+    """Whether probabilities are carried in pairs of 16 bits.
+
+    Elsewhere the compiler keeps them together by itself, or would spill more.
+    """
+    wide = shape.p_wide or block_columns(call) < 128
+    return not wide and call.left is None and call.right is None
+
+
 def launch(
     call: Call, q: Tensor, k: Tensor, v: Tensor, shape: Shape, p_shared: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -181,6 +190,7 @@ def launch(
             PING_PONG=shape.ping_pong,
             P_SHARED=p_shared,
             P_WIDE=shape.p_wide,
+            PACKED=packed(call, shape),
             IDLE=may_idle(call, q, shape),
             COUNTER=shape.counter,
             num_warps=4,

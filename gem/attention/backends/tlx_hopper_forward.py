@@ -113,6 +113,7 @@ def hopper_forward_kernel(
     PING_PONG: tl.constexpr,
     P_SHARED: tl.constexpr,
     P_WIDE: tl.constexpr,
+    PACKED: tl.constexpr,
     IDLE: tl.constexpr,
     COUNTER: tl.constexpr,
 ):
@@ -122,7 +123,7 @@ def hopper_forward_kernel(
     TEAM-th tile has the same queries and head, which a CTA then keeps for its life. With COUNTER
     `COUNTERS` are TEAM int32 zeros, one for each of these queries and heads. NARROW: a window may
     begin and end in one block of keys; NEAR: it may begin in the last block that a tile sees.
-    IDLE: as in `tlx_forward_steps.Options`, of all consumers but the first.
+    PACKED and IDLE: as in `tlx_forward_steps.Options`, of all consumers but the first.
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     WINDOW: tl.constexpr = HAS_LEFT or HAS_RIGHT
@@ -211,7 +212,7 @@ def hopper_forward_kernel(
                 cid=cid, CONSUMERS=CONSUMERS, BLOCK_K=BLOCK_K, PIECES=PIECES, STAGES=STAGES,
                 WINDOW=WINDOW, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, NARROW=NARROW, NEAR=NEAR,
                 FLIPPED=FLIPPED, PING_PONG=PING_PONG, P_SHARED=P_SHARED, P_WIDE=P_WIDE,
-                PACKED=BLOCK_D == 128 and not P_WIDE, IDLE=IDLE if cid > 0 else 0, DTYPE=DTYPE,
+                PACKED=PACKED, IDLE=IDLE if cid > 0 else 0, DTYPE=DTYPE,
             )  # fmt: skip
             consumer = Consumer(
                 k_tiles=k_tiles, k_full=k_full, k_empty=k_empty,

@@ -56,7 +56,7 @@ def test_our_forward_converts_after_the_wait(dim, tmp_path, monkeypatch):
     early = "    weights = weights.to(OPTIONS.DTYPE)\n"
     changed = replaced(FORWARD.sources, wait + release, early + wait + release)
     module = imported_kernel(changed, tmp_path, "converts_early")
-    shape = tlx_.Shape(2, 64, 2, 1, 240)
+    shape = tlx_.Shape(2, 64, 2, 1, 240, p_wide=True)  # not packed, which is not followed
     generator = torch.Generator().manual_seed(1)
     problem = random_problem([300], dim=dim, dtype=torch.bfloat16, generator=generator)
     launched(problem, shape, 0)
