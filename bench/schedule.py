@@ -70,8 +70,8 @@ def builders(row: Row) -> dict[str, Callable[[torch.Tensor], object]]:
         )
 
     def statistic_tiles(x: torch.Tensor) -> torch.Tensor:
-        keys = tlx_backward.WHOLE_KEYS if whole(x) else 0
-        return schedule.statistic_tiles(x, queries(x), block_q, CPU, keys)
+        block_k = tlx_backward.BLOCK_K if whole(x) else 0
+        return schedule.statistic_tiles(x, queries(x), block_q, CPU, block_k)
 
     found = {"dealt_tiles": dealt_tiles}
     kept = row.broadcast and tlx_backward.keeps_queries(row.queries, row.heads, row.kv_heads)

@@ -213,8 +213,8 @@ class KeyTiles:
     Attributes:
         table: int32 `[tiles, 10]`: the columns of `DealtTiles` with queries and keys exchanged, the
             sample's first row in `statistic_tiles`, and the tile's order among those that add to
-            its queries' gradient: 0 where any may come first, 1 for the first of a whole sample
-            and head, 2 for the second.
+            its queries' gradient: 0 where any may come first; of a whole sample and head 1 for the
+            first, 2 for the second, and 3 where there is only one.
         single: tiles at the table's beginning that are not of whole samples.
         pairs: whole samples (of one head) with two tiles, which come next; those with one follow.
         units: how often tiles are taken.
@@ -258,7 +258,7 @@ def dealt_keys(
     if whole:
         of_tile = table[:, 5]
         one, two = of_tile <= block_k, of_tile <= 2 * block_k
-        table[:, 9] = np.where(two, np.where(table[:, 6] == 0, 1, 2), 0)
+        table[:, 9] = np.where(one, 3, np.where(two, np.where(table[:, 6] == 0, 1, 2), 0))
         kind = two.astype(np.int8) + one
         single, pairs = int((kind == 0).sum()), int((kind == 1).sum()) // 2
         table, units = table.take(kind.argsort(kind="stable"), axis=0), units - pairs
@@ -267,23 +267,24 @@ def dealt_keys(
 
 @register("statistic_tiles")
 def statistic_tiles(
-    k_lengths: Tensor, queries: Tensor | int, block: int, device: torch.device, whole: int = 0
+    k_lengths: Tensor, queries: Tensor | int, block: int, device: torch.device, block_k: int = 0
 ) -> Tensor:
-    """int32 `[tiles, 3]` of (first row, rows, whether sums of their gradient must begin as 0).
+    """int32 `[tiles, 3]` of (first row, rows, what sums of their gradient begin as).
 
-    Queries in blocks, every sample's from a new one. Samples of at most `whole` keys begin with
-    what the first tile of their keys writes, if there is one. Shared queries have the sums that
-    would be the first sample's.
+    Queries in blocks, every sample's from a new one. Sums begin as 0 (1) but for whole samples, of
+    at most two tiles of `block_k` keys: with what the first tile writes (0), or what the only one
+    does (2). Nobody writes where there are no keys (1). Shared queries have the sums that would be
+    the first sample's.
     """
     keys, rows = _rows_of(k_lengths, queries)
     sample, number = _pieces(rows, block)
     first = _starts(rows)[sample] + number * block
     rest = np.minimum(rows[sample] - number * block, block)
     if isinstance(queries, Tensor):
-        clear = (keys == 0) | (keys > whole)
+        begin = np.where((keys == 0) | (keys > 2 * block_k), 1, np.where(keys <= block_k, 2, 0))
     else:
-        clear = np.arange(len(keys)) == 0
-    return _table(first, rest, clear[sample], device=device)
+        begin = np.arange(len(keys)) == 0
+    return _table(first, rest, begin[sample], device=device)
 
 
 def _rows_of(k_lengths: Tensor, queries: Tensor | int) -> tuple[ndarray, ndarray]:

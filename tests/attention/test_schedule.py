@@ -287,7 +287,7 @@ def test_whole_samples_are_taken_at_once_in_the_order_of_their_keys(most):
     for rows in rest:
         assert {row[5] for row in rows} == {rows[0][5]} and rows[0][5] <= 8 * len(rows)
         assert [row[6] for row in rows] == [0, 8][: len(rows)]
-        assert [row[9] for row in rows] == [1, 2][: len(rows)]
+        assert [row[9] for row in rows] == ([3] if len(rows) == 1 else [1, 2])
         found += {(row[4], row[7]) for row in rows}
     short = (keys > 0) & (keys <= 16) & (queries > 0)
     assert len(found) == len(set(found)) == len(rest) == 3 * int(short.sum()) > 0
@@ -317,20 +317,22 @@ def test_statistic_tiles_hold_every_query_once_each_sample_from_a_new_block(shar
 def test_sums_begin_as_zero_but_for_whole_samples_with_keys(whole):
     """Where there are no keys nobody writes sums; the queries' gradient is 0 nevertheless."""
     rng = random.Random(7)
-    keys, queries = random_lengths(rng, 30), random_lengths(rng, 30)
-    tiles = schedule.statistic_tiles(keys, queries, 8, CPU, whole)
-    clear = [
-        int(k == 0 or k > whole)
+    keys, queries = random_lengths(rng, 60), random_lengths(rng, 60)
+    tiles = schedule.statistic_tiles(keys, queries, 8, CPU, whole // 2)
+    begin = [
+        1 if k == 0 or k > whole else 2 if k <= whole // 2 else 0
         for k, n in zip(keys.tolist(), queries.tolist(), strict=True)
         for _ in range(0, n, 8)
     ]
-    assert tiles[:, 2].tolist() == clear and 0 < sum(clear) < len(clear)
+    assert tiles[:, 2].tolist() == begin and set(begin) == {0, 1, 2}
     assert torch.equal(tiles[:, :2], schedule.statistic_tiles(keys, queries, 8, CPU)[:, :2])
     # Exactly these samples have a first tile that writes.
     dealt = schedule.dealt_keys(keys, queries, None, None, 1, whole // 2, 8, CPU, 3, True)
-    written = {row[0] for row in dealt.table.tolist() if row[9] == 1}
+    written = {row[0] for row in dealt.table.tolist() if row[9] in (1, 3)}
     starts = (queries.cumsum(0) - queries).tolist()
-    cleared = {row[0] for row in tiles.tolist() if row[2]}
+    cleared = {row[0] for row in tiles.tolist() if row[2] == 1}
+    alone = {row[0] for row in tiles.tolist() if row[2] == 2}
+    assert {row[0] for row in dealt.table.tolist() if row[9] == 3} == alone & set(starts)
     assert written.isdisjoint(cleared)
     assert written == {
         first for first, k, n in zip(starts, keys.tolist(), queries.tolist(), strict=True)

@@ -47,7 +47,8 @@ class Form:
             memory, so that every run has the same bits; with "queries" nothing is anyway.
         whole: with "keys" of jagged attention without a window, whether samples of at most
             WHOLE_KEYS keys are whole: one CTA has all of their keys, and its first tile writes the
-            sums of dQ, so that nobody clears them and they come from the L2 cache.
+            sums of dQ, so that nobody clears them and they come from the L2 cache, or, if it is the
+            only one and heads are not grouped, dQ itself.
     """
 
     kept: str
@@ -155,7 +156,7 @@ class _Backward:
             triton_.queries_of(call, self.q),
             self.block_q,
             device,
-            WHOLE_KEYS if self.form.whole else 0,
+            BLOCK_K if self.form.whole else 0,
         )
         self.stats = self.tiles.shape[0] * self.block_q
         self.delta = torch.empty((call.heads, self.stats), dtype=torch.float32, device=device)
@@ -218,10 +219,12 @@ class _Backward:
             self.dv.zero_()
         heads, block_d = call.heads, self.block_d
         flat = self.sums.view(-1, 32)
+        alone = form.whole and heads == call.kv_heads
         triton_.run(
             hopper_backward_kernel,
             (min(tiles.units, processors(self.q.device)),),
             *self._descriptors(BLOCK_K, 64),
+            ragged(self.dq if alone else self.dk, 64, block_d),
             TensorDescriptor(flat, list(flat.shape), [32, 1], [2 * block_d, 32]),
             *(self.lse2, self.delta, tiles.table, self.counter),
             *(tiles.single, tiles.pairs, tiles.units, self.stats),
@@ -252,6 +255,7 @@ class _Backward:
                 HEADS=heads,
                 DIM=call.head_dim,
                 BROADCAST=self.broadcast,
+                ALONE=alone,
                 BLOCK=self.block_q,
                 BLOCK_D=block_d,
                 num_warps=8,

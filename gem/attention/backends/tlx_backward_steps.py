@@ -12,7 +12,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gem.attention.backends.tlx_backward_sums import add_sums
-from gem.attention.backends.tlx_common import wait_for_writes
+from gem.attention.backends.tlx_common import store_rows, wait_for_writes
 
 
 class Options(NamedTuple):
@@ -20,6 +20,7 @@ class Options(NamedTuple):
 
     Attributes:
         TILES: of 64 queries, in a step.
+        WHOLE: some samples are whole; ALONE: those with one tile of keys have no sums.
     """
 
     cid: tl.constexpr
@@ -28,6 +29,8 @@ class Options(NamedTuple):
     Q_STAGES: tl.constexpr
     HEADS: tl.constexpr
     WITH_DQ: tl.constexpr
+    WHOLE: tl.constexpr
+    ALONE: tl.constexpr
     DTYPE: tl.constexpr
 
 
@@ -40,9 +43,10 @@ class Consumer(NamedTuple):
         lse_tiles, delta_tiles: `[64]` for each of these; Q_STAGES barriers are for all four.
         ds_tiles: dS^T `[128, 64]` of both consumers, TILES for either of two steps.
         ds_stages: the same, `[64, 64]` of a consumer, to be written.
-        dq_stages: TILES stages of `desc_dq`'s copies.
+        sum_stages: TILES stages of `desc_sums`' copies.
+        dq_stages: in the same place, but 2 * TILES, those of `desc_dq`'s.
         left, right: of the window.
-        scale: of scores.
+        scale: of scores; natural_scale: of dQ.
     """
 
     v_tile: tlx.buffered_tensor
@@ -55,11 +59,14 @@ class Consumer(NamedTuple):
     q_empty: tlx.mbarrier
     ds_tiles: tlx.buffered_tensor
     ds_stages: tlx.buffered_tensor
+    sum_stages: tlx.buffered_tensor
+    desc_sums: tl.tensor_descriptor
     dq_stages: tlx.buffered_tensor
     desc_dq: tl.tensor_descriptor
     left: tl.tensor
     right: tl.tensor
     scale: tl.tensor
+    natural_scale: tl.tensor
 
 
 class Tile(NamedTuple):
@@ -72,7 +79,8 @@ class Tile(NamedTuple):
         k_tile: the keys of both consumers `[128, BLOCK_D]`.
         k_before: the barrier to say that the stage of the tile before is free.
         j: this consumer's keys `[64]`, counted from the first query of step 0.
-        dq_tile: of the sums of dQ, that of step 0.
+        sums: of dQ, the tile of step 0.
+        first, queries, head: of dQ's rows, as `tlx_common.store_rows` has them.
         x_first, x_last: the tile's first and last step, or -1 where they are another head's.
         order: as in `schedule.KeyTiles`.
     """
@@ -80,7 +88,10 @@ class Tile(NamedTuple):
     k_tile: tlx.buffered_tensor
     k_before: tlx.mbarrier
     j: tl.tensor
-    dq_tile: tl.tensor
+    sums: tl.tensor
+    first: tl.tensor
+    queries: tl.tensor
+    head: tl.tensor
     x_first: tl.tensor
     x_last: tl.tensor
     order: tl.tensor
@@ -110,22 +121,35 @@ def _window(consumer, tile, x, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def _add_dq(consumer, tile, dq_tile, dq, u, OPTIONS: tl.constexpr):
-    """Adds dQ of a step's tile u to the sums, dq_tile for tile 0.
+def _add_dq(consumer, tile, x, dq, u, OPTIONS: tl.constexpr):
+    """Adds dQ of step x, its tile u, to the sums.
 
-    Those of whole samples are written by the first tile of keys.
+    Those of whole samples are written by the first tile of keys. If it is alone, it writes dQ.
     """
-    dq_tile += OPTIONS.HEADS * u
-    fresh = tile.order == 1
-    add_sums(dq, consumer.dq_stages[u], consumer.desc_dq, dq_tile, fresh, OPTIONS.BLOCK_D)
+    number = x * OPTIONS.TILES + u
+    sums = tile.sums + number * OPTIONS.HEADS
+    stage, desc_sums = consumer.sum_stages[u], consumer.desc_sums
+    if OPTIONS.ALONE:
+        if tile.order == 3:
+            dq_stage = consumer.dq_stages[2 * u]
+            tlx.local_store(dq_stage, (dq * consumer.natural_scale).to(OPTIONS.DTYPE))
+            tlx.fence("async_shared")
+            row = 64 * number
+            store_rows(consumer.desc_dq, dq_stage, tile.first, tile.queries, row, tile.head)
+        else:
+            add_sums(dq, stage, desc_sums, sums, tile.order == 1, OPTIONS.BLOCK_D)
+    elif OPTIONS.WHOLE:
+        add_sums(dq, stage, desc_sums, sums, tile.order % 2 == 1, OPTIONS.BLOCK_D)
+    else:
+        add_sums(dq, stage, desc_sums, sums, False, OPTIONS.BLOCK_D)
 
 
 @triton.jit
-def _dq(consumer, tile, dq_tile, ds_at, u, OPTIONS: tl.constexpr):
-    """Computes dQ of a step's tile u, whose dS is at ds_at, and adds it as `_add_dq`."""
+def _dq(consumer, tile, x, ds_at, u, OPTIONS: tl.constexpr):
+    """Computes dQ of step x, its tile u, whose dS is at ds_at, and adds it as `_add_dq`."""
     dq = tlx.async_dot(tlx.local_trans(consumer.ds_tiles[ds_at]), tile.k_tile)
     dq = tlx.async_dot_wait(0, dq)
-    _add_dq(consumer, tile, dq_tile, dq, u, OPTIONS)
+    _add_dq(consumer, tile, x, dq, u, OPTIONS)
 
 
 @triton.jit
@@ -135,7 +159,7 @@ def _leave_stages(tile, first, OPTIONS: tl.constexpr):
     Then that of the keys before is free, and dQ that is to be added to is in place.
     """
     tlx.async_descriptor_store_wait(0)
-    if OPTIONS.WITH_DQ:
+    if OPTIONS.WHOLE:
         # Nobody adds before both consumers are here: they meet before every dQ.
         if tile.order == 2:
             if first:
@@ -154,7 +178,6 @@ def _step_of_one(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES:
     at, ds_at = count % OPTIONS.Q_STAGES, count % 2
     begin, end = _window(consumer, tile, x, OPTIONS)
     phase = (count // OPTIONS.Q_STAGES) & 1
-    dq_tile = tile.dq_tile + x * (OPTIONS.TILES * OPTIONS.HEADS)
     q_full, q_empty = consumer.q_full[at], consumer.q_empty[at]
     first, last, mine = x == tile.x_first, x == tile.x_last, count % 2 == cid
     q_tiles, do_tiles = consumer.q_tiles, consumer.do_tiles
@@ -185,7 +208,7 @@ def _step_of_one(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES:
     if OPTIONS.WITH_DQ:
         if mine:
             tlx.named_barrier_wait(9 + cid, 256)  # the other has written its dS
-            _dq(consumer, tile, dq_tile, ds_at, 0, OPTIONS)
+            _dq(consumer, tile, x, ds_at, 0, OPTIONS)
     return dk, dv
 
 
@@ -196,7 +219,6 @@ def _step_of_two(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES:
     st, ds_at = count % OPTIONS.Q_STAGES, 2 * (count % 2)
     begin, end = _window(consumer, tile, x, OPTIONS)
     phase = (count // OPTIONS.Q_STAGES) & 1
-    dq_tile = tile.dq_tile + x * (OPTIONS.TILES * OPTIONS.HEADS)
     q_full, q_empty, at = consumer.q_full[st], consumer.q_empty[st], 2 * st
     first, last = x == tile.x_first, x == tile.x_last
     q_tiles, do_tiles = consumer.q_tiles, consumer.do_tiles
@@ -243,7 +265,7 @@ def _step_of_two(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES:
         dk = tlx.async_dot_wait(1, dk)
         tlx.barrier_arrive(q_empty)
         dq = tlx.async_dot_wait(0, dq)
-        _add_dq(consumer, tile, dq_tile, dq, cid, OPTIONS)
+        _add_dq(consumer, tile, x, dq, cid, OPTIONS)
     else:
         dv = tlx.async_dot_wait(0, dv)
         dk = tlx.async_dot_wait(0, dk)
@@ -287,11 +309,10 @@ def steps_without_keys(x_begin, x_end, consumer, tile, count, OPTIONS: tl.conste
     for x in tl.range(x_begin, x_end):
         st = count % OPTIONS.Q_STAGES
         ds_at = TILES * (count % 2)
-        dq_tile = tile.dq_tile + x * (TILES * OPTIONS.HEADS)
         tlx.barrier_wait(consumer.q_full[st], (count // OPTIONS.Q_STAGES) & 1)
         tlx.barrier_arrive(consumer.v_empty, pred=x == tile.x_last)
         tlx.async_descriptor_store_wait(0)
-        if OPTIONS.WITH_DQ:
+        if OPTIONS.WHOLE:
             if tile.order == 2:
                 if x == tile.x_first:
                     wait_for_writes()
@@ -304,10 +325,10 @@ def steps_without_keys(x_begin, x_end, consumer, tile, count, OPTIONS: tl.conste
             tlx.fence("async_shared")
             if TILES == 2:
                 tlx.named_barrier_wait(9, 256)
-                _dq(consumer, tile, dq_tile, ds_at + cid, cid, OPTIONS)
+                _dq(consumer, tile, x, ds_at + cid, cid, OPTIONS)
             elif count % 2 == cid:
                 tlx.named_barrier_wait(9 + cid, 256)
-                _dq(consumer, tile, dq_tile, ds_at, 0, OPTIONS)
+                _dq(consumer, tile, x, ds_at, 0, OPTIONS)
             else:
                 tlx.named_barrier_arrive(10 - cid, 256)
         count += 1

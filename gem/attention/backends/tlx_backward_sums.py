@@ -34,7 +34,7 @@ def statistics_kernel(
 ):
     """DELTA and LSE2 `[HEADS, stats]`, each sample's from a multiple of BLOCK on.
 
-    TILES has (first row, rows, whether to clear) of each BLOCK of statistics. delta is
+    TILES is that of `schedule.statistic_tiles` for BLOCK rows. delta is
     sum(dout * out) - dlse, and the log-sum-exp is in base 2. It is +inf, so that exp gives 0, where
     a query sees nothing or is not there; then delta is 0. CLEAR: SUMS of `add_sums` become 0 where
     TILES asks for it, and always COUNTER, from which CTAs of the next kernel take their tiles.
@@ -61,7 +61,7 @@ def statistics_kernel(
     tl.store(DELTA + to, delta)
     tl.store(LSE2 + to, lse)
     if CLEAR:
-        if tl.load(TILES + 3 * tile + 2) != 0:
+        if tl.load(TILES + 3 * tile + 2) == 1:
             for u in tl.static_range(BLOCK // 64):
                 first = ((tile * (BLOCK // 64) + u) * HEADS + head).to(tl.int64) * (64 * BLOCK_D)
                 zero = tl.zeros([64 * BLOCK_D], tl.float32)
@@ -69,7 +69,7 @@ def statistics_kernel(
 
 
 @triton.jit
-def add_sums(dq, stage, desc_dq, tile, fresh, BLOCK_D: tl.constexpr):
+def add_sums(dq, stage, desc_sums, tile, fresh, BLOCK_D: tl.constexpr):
     """Adds dq `[64, BLOCK_D]` to the float32 sums of a tile, in the order of a product's registers.
 
     Where they are `fresh`, dq becomes the sums, whatever is there.
@@ -84,9 +84,9 @@ def add_sums(dq, stage, desc_dq, tile, fresh, BLOCK_D: tl.constexpr):
     tlx.fence("async_shared")
     row = tile * (2 * BLOCK_D)
     if fresh:
-        tlx.async_descriptor_store(desc_dq, stage, [row, 0])
+        tlx.async_descriptor_store(desc_sums, stage, [row, 0])
     else:
-        tlx.async_descriptor_store(desc_dq, stage, [row, 0], store_reduce="add")
+        tlx.async_descriptor_store(desc_sums, stage, [row, 0], store_reduce="add")
 
 
 @triton.jit(do_not_specialize=["queries"])
@@ -99,13 +99,14 @@ def dq_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BROADCAST: tl.constexpr,
+    ALONE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """DQ `[rows, HEADS, DIM]` of the float32 sums `[tiles, HEADS, 64 * BLOCK_D]` of `add_sums`.
 
     Grid: (tiles of 64 queries, HEADS). TILES is as in `statistics_kernel`; where q is shared it is
-    not used, and `queries` are DQ's rows.
+    not used, and `queries` are DQ's rows. With ALONE some tiles of keys have written DQ themselves.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -116,8 +117,10 @@ def dq_kernel(
         row = TILES + tile * 64 // BLOCK * 3
         first = tl.load(row) + tile * 64 % BLOCK
         rows = tl.load(row + 1) - tile * 64 % BLOCK
+        if ALONE:
+            rows = tl.where(tl.load(row + 2) == 2, 0, rows)
     place = (tile * HEADS + head).to(tl.int64) * (64 * BLOCK_D)
-    x = tl.load(SUMS + place + tl.arange(0, 64 * BLOCK_D))
+    x = tl.load(SUMS + place + tl.arange(0, 64 * BLOCK_D), mask=rows > 0)
     # From [eighth, warp, row, column, half, of two] to [warp, half, row, eighth, column, of two].
     x = tl.permute(tl.reshape(x, [BLOCK_D // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
     x = tl.reshape(x, [64, BLOCK_D]) * natural_scale

@@ -84,6 +84,7 @@ def hopper_backward_kernel(
     desc_dk,
     desc_dv,
     desc_dq,
+    desc_sums,
     LSE2,
     DELTA,
     TILES,
@@ -134,8 +135,10 @@ def hopper_backward_kernel(
     ds_stages = tlx.local_alloc((64, 64), DTYPE, 4 * Q_TILES, reuse=ds_tiles)
     dk_stages = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * K_STAGES, reuse=k_tiles)
     if WITH_DQ:
-        dq_stages = tlx.local_alloc((2 * BLOCK_D, 32), tl.float32, Q_TILES)
+        sum_stages = tlx.local_alloc((2 * BLOCK_D, 32), tl.float32, Q_TILES)
+        dq_stages = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * Q_TILES, reuse=sum_stages)
     else:  # not used
+        sum_stages = ds_stages
         dq_stages = ds_stages
     k_full = tlx.alloc_barriers(K_STAGES, arrive_count=1)
     k_empty = tlx.alloc_warp_barrier(K_STAGES, 4, 2)
@@ -211,14 +214,15 @@ def hopper_backward_kernel(
             cid: tl.constexpr = tlx.async_task_replica_id()
             OPTIONS: tl.constexpr = Options(
                 cid=cid, TILES=Q_TILES, BLOCK_D=BLOCK_D, Q_STAGES=Q_STAGES, HEADS=HEADS,
-                WITH_DQ=WITH_DQ, DTYPE=DTYPE,
+                WITH_DQ=WITH_DQ, WHOLE=WHOLE, ALONE=WHOLE and GROUP == 1, DTYPE=DTYPE,
             )  # fmt: skip
             consumer = Consumer(
                 v_tile=v_tiles[cid], v_empty=v_empty[0],
                 q_tiles=q_tiles, do_tiles=do_tiles, lse_tiles=lse_tiles, delta_tiles=delta_tiles,
                 q_full=q_full, q_empty=q_empty,
-                ds_tiles=ds_tiles, ds_stages=ds_stages, dq_stages=dq_stages, desc_dq=desc_dq,
-                left=left, right=right, scale=scale,
+                ds_tiles=ds_tiles, ds_stages=ds_stages,
+                sum_stages=sum_stages, desc_sums=desc_sums, dq_stages=dq_stages, desc_dq=desc_dq,
+                left=left, right=right, scale=scale, natural_scale=natural_scale,
             )  # fmt: skip
             count = 0
             tile = 0
@@ -253,14 +257,16 @@ def hopper_backward_kernel(
                 tlx.barrier_wait(v_full[0], tile & 1)
                 for g in tl.range(0, GROUP):
                     head = kv_head * GROUP + g
-                    dq_tile = q_begin if BROADCAST else stats_first + q_begin
-                    dq_tile = dq_tile // 64 * HEADS + head
+                    sums = q_begin if BROADCAST else stats_first + q_begin
+                    sums = sums // 64 * HEADS + head
                     x_first = 0
                     x_last = blocks - 1
                     if GROUP > 1:
                         x_first = tl.where(g == 0, x_first, -1)
                         x_last = tl.where(g == GROUP - 1, x_last, -1)
-                    this = Tile(k_tile, k_before, j, dq_tile, x_first, x_last, order)
+                    this = Tile(
+                        k_tile, k_before, j, sums, out_first, queries, head, x_first, x_last, order
+                    )
                     if HAS_RIGHT:
                         dk, dv, count = steps(
                             0, tl.minimum(inner, outer), consumer, this, dk, dv, count, OPTIONS, 1
