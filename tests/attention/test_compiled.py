@@ -58,8 +58,6 @@ def unmasked(loops):
         "broadcast_q64_d128",
         "broadcast_q192_d128",
         "broadcast_q256_d128",
-        "self_d64",
-        "self_d128",
         "causal_d128",
         "counter_q192_d128",
         "counter_q256_d128",

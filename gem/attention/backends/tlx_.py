@@ -103,13 +103,6 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     return launch(call, q, k, v, shape_of(call, q))
 
 
-def may_idle(call: Call, q: Tensor, shape: Shape) -> int:
-    """2 if a tile may have queries for some of its consumers only, else 0; see `IDLE`."""
-    if call.form != "broadcast":
-        return 2 if shape.consumers > 1 else 0
-    return 2 if -q.shape[0] % (64 * shape.consumers) >= 64 else 0
-
-
 def packed(call: Call, shape: Shape) -> bool:
     """Whether probabilities are carried in pairs of 16 bits.
 
@@ -191,7 +184,6 @@ def launch(
             P_SHARED=p_shared,
             P_WIDE=shape.p_wide,
             PACKED=packed(call, shape),
-            IDLE=may_idle(call, q, shape),
             COUNTER=shape.counter,
             num_warps=4,
             # Triton would ask for one register too many where there is one consumer.

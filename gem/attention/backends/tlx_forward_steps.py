@@ -24,8 +24,6 @@ class Options(NamedTuple):
     Attributes:
         PIECES: products that an output of BLOCK_D columns takes, see `_weigh`.
         PACKED: probabilities are carried to the next step as pairs of 16 bits.
-        IDLE: a tile may have no queries for this consumer; it then leaves out the steps within the
-            tile (1), or all that is only for this tile (2).
     """
 
     cid: tl.constexpr
@@ -43,7 +41,6 @@ class Options(NamedTuple):
     P_SHARED: tl.constexpr
     P_WIDE: tl.constexpr
     PACKED: tl.constexpr
-    IDLE: tl.constexpr
     DTYPE: tl.constexpr
 
 
@@ -82,7 +79,6 @@ class Tile(NamedTuple):
         i: the 64 queries, counted in the sample.
         begin, blocks: the first key that the tile sees, and blocks of keys from there on.
         keys, queries: of the sample.
-        busy: whether the consumer has queries in the tile; asked with IDLE.
     """
 
     i: tl.tensor
@@ -90,7 +86,6 @@ class Tile(NamedTuple):
     blocks: tl.tensor
     keys: tl.tensor
     queries: tl.tensor
-    busy: tl.tensor
 
 
 @triton.jit
@@ -194,8 +189,10 @@ def _left_operand(weights, OPTIONS: tl.constexpr):
     if OPTIONS.PACKED:
         even = (weights & 0xFFFF).to(tl.int16).to(OPTIONS.DTYPE, bitcast=True)
         odd = (weights >> 16).to(tl.int16).to(OPTIONS.DTYPE, bitcast=True)
-        weights = tl.reshape(tl.join(even, odd), [64, OPTIONS.BLOCK_K])
-    return weights.to(OPTIONS.DTYPE)
+        p = tl.reshape(tl.join(even, odd), [64, OPTIONS.BLOCK_K])
+    else:
+        p = weights.to(OPTIONS.DTYPE)
+    return p
 
 
 @triton.jit
@@ -275,85 +272,6 @@ def step(
 
 
 @triton.jit
-def _step_apart(
-    consumer,
-    q_tile,
-    tile,
-    before_busy,
-    weights,
-    out0,
-    out1,
-    top,
-    total,
-    count,
-    OPTIONS: tl.constexpr,
-):
-    """What `first_of_next` does of a tile's first step where the consumer has queries in this tile
-    or the one before, or neither."""
-    STAGES: tl.constexpr = OPTIONS.STAGES
-    st, before = count % STAGES, (count - 1) % STAGES
-    k_phase, v_phase = (count // STAGES) & 1, ((count - 1) // STAGES) & 1
-    tlx.barrier_wait(consumer.v_full[before], v_phase)
-    tlx.barrier_wait(consumer.k_full[st], k_phase)
-    _take_turn(OPTIONS)
-    if before_busy:
-        p = _left_operand(weights, OPTIONS)
-        out0, out1 = _weigh(p, consumer.v_tiles[before], out0, out1, OPTIONS)
-        out0 = tlx.async_dot_wait(0, out0)
-        if OPTIONS.PIECES == 2:
-            out1 = tlx.async_dot_wait(0, out1)
-    tlx.barrier_arrive(consumer.v_empty[before])
-    if tile.busy:
-        s = tlx.async_dot(q_tile, tlx.local_trans(consumer.k_tiles[st]))
-        s = tlx.async_dot_wait(0, s)
-        j = _keys(consumer, tile, 0, OPTIONS.BLOCK_K)
-        seen = _seen(consumer, tile, j, True, OPTIONS.NEAR, OPTIONS.HAS_RIGHT)
-        top, total, p, shrink = _masked(s, seen, top, total, consumer.scale, OPTIONS.WINDOW)
-        weights = _carried(p, OPTIONS)
-    _pass_turn(OPTIONS)
-    tlx.barrier_arrive(consumer.k_empty[st])
-    return weights, out0, out1, top, total
-
-
-@triton.jit
-def first_of_next(
-    consumer,
-    q_tile,
-    tile,
-    before_busy,
-    weights,
-    out0,
-    out1,
-    nothing,
-    zero,
-    count,
-    OPTIONS: tl.constexpr,
-):
-    """(weights, out0, out1, top, total) after a tile's first step, as `step`.
-
-    The outputs are those of the tile before, top and total the new tile's, from `nothing` and
-    `zero` on.
-    """
-    if OPTIONS.IDLE == 2:
-        if before_busy & tile.busy:
-            weights, out0, out1, top, total, shrink = step(
-                consumer, q_tile, tile, 0, weights, out0, out1, nothing, zero, count, OPTIONS,
-                True, OPTIONS.NEAR, OPTIONS.HAS_RIGHT,
-            )  # fmt: skip
-        else:
-            weights, out0, out1, top, total = _step_apart(
-                consumer, q_tile, tile, before_busy, weights, out0, out1, nothing, zero, count,
-                OPTIONS,
-            )  # fmt: skip
-    else:
-        weights, out0, out1, top, total, shrink = step(
-            consumer, q_tile, tile, 0, weights, out0, out1, nothing, zero, count, OPTIONS, True,
-            OPTIONS.NEAR, OPTIONS.HAS_RIGHT,
-        )  # fmt: skip
-    return weights, out0, out1, top, total
-
-
-@triton.jit
 def _steps(
     x_begin,
     x_end,
@@ -386,26 +304,6 @@ def _steps(
 
 
 @triton.jit
-def _steps_without_queries(x_begin, x_end, consumer, count, OPTIONS: tl.constexpr):
-    """The count after steps of a consumer whose queries are past the sample's end.
-
-    It keeps to all barriers and computes nothing.
-    """
-    STAGES: tl.constexpr = OPTIONS.STAGES
-    for _ in tl.range(x_begin, x_end):
-        st, before = count % STAGES, (count - 1) % STAGES
-        k_phase, v_phase = (count // STAGES) & 1, ((count - 1) // STAGES) & 1
-        tlx.barrier_wait(consumer.k_full[st], k_phase)
-        _take_turn(OPTIONS)
-        _pass_turn(OPTIONS)
-        tlx.barrier_arrive(consumer.k_empty[st])
-        tlx.barrier_wait(consumer.v_full[before], v_phase)
-        tlx.barrier_arrive(consumer.v_empty[before])
-        count += 1
-    return count
-
-
-@triton.jit
 def rest_of_tile(
     consumer,
     q_tile,
@@ -423,11 +321,9 @@ def rest_of_tile(
 
     `first` is the consumer's first query.
     """
-    begin, blocks, keys, queries = tile.begin, tile.blocks, tile.keys, tile.queries
-    if OPTIONS.IDLE:
-        blocks = tl.where(tile.busy, blocks, 1)
     # Blocks before `inner` have keys that are right of the window of some query, from `outer` on
     # keys that are left of it.
+    begin, blocks, keys, queries = tile.begin, tile.blocks, tile.keys, tile.queries
     inner = 1
     outer = blocks
     if OPTIONS.HAS_RIGHT:
@@ -457,8 +353,6 @@ def rest_of_tile(
             tl.maximum(inner, outer), blocks, consumer, q_tile, tile, weights, out0, out1, top,
             total, count, OPTIONS, True, False,
         )  # fmt: skip
-    if OPTIONS.IDLE:
-        count = _steps_without_queries(blocks, tile.blocks, consumer, count, OPTIONS)
     return weights, out0, out1, top, total, count
 
 

@@ -40,9 +40,3 @@ def keys_of(row, WINDOW: tl.constexpr):
     if WINDOW:
         return tl.load(row), keys, tl.load(row + 2), tl.load(row + 3)
     return tl.load(row), keys, 0, keys
-
-
-@triton.jit
-def busy_of(row, cid: tl.constexpr):
-    """Whether the tile has queries for the consumer."""
-    return tl.load(row + 6) + 64 * cid < tl.load(row + 5)

@@ -36,12 +36,12 @@ from gem.attention.backends.tlx_forward_steps import (
     Consumer,
     Options,
     Tile,
-    first_of_next,
     first_step,
     last_product,
     rest_of_tile,
+    step,
 )
-from gem.attention.backends.tlx_forward_tiles import busy_of, keys_of, most_turns, row_of
+from gem.attention.backends.tlx_forward_tiles import keys_of, most_turns, row_of
 
 
 @triton.jit
@@ -114,7 +114,6 @@ def hopper_forward_kernel(
     P_SHARED: tl.constexpr,
     P_WIDE: tl.constexpr,
     PACKED: tl.constexpr,
-    IDLE: tl.constexpr,
     COUNTER: tl.constexpr,
 ):
     """out and lse of all tiles. `scale` holds log2(e) too; FLIPPED says that it is negative.
@@ -123,7 +122,6 @@ def hopper_forward_kernel(
     TEAM-th tile has the same queries and head, which a CTA then keeps for its life. With COUNTER
     `COUNTERS` are TEAM int32 zeros, one for each of these queries and heads. NARROW: a window may
     begin and end in one block of keys; NEAR: it may begin in the last block that a tile sees.
-    PACKED and IDLE: as in `tlx_forward_steps.Options`, of all consumers but the first.
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     WINDOW: tl.constexpr = HAS_LEFT or HAS_RIGHT
@@ -212,7 +210,7 @@ def hopper_forward_kernel(
                 cid=cid, CONSUMERS=CONSUMERS, BLOCK_K=BLOCK_K, PIECES=PIECES, STAGES=STAGES,
                 WINDOW=WINDOW, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, NARROW=NARROW, NEAR=NEAR,
                 FLIPPED=FLIPPED, PING_PONG=PING_PONG, P_SHARED=P_SHARED, P_WIDE=P_WIDE,
-                PACKED=PACKED, IDLE=IDLE if cid > 0 else 0, DTYPE=DTYPE,
+                PACKED=PACKED, DTYPE=DTYPE,
             )  # fmt: skip
             consumer = Consumer(
                 k_tiles=k_tiles, k_full=k_full, k_empty=k_empty,
@@ -233,10 +231,6 @@ def hopper_forward_kernel(
             )
             out_first, queries, first_i, head = rows_of(row)
             i = first_i + cid * 64 + tl.arange(0, 64)
-            busy, next_busy = True, True
-            if OPTIONS.IDLE:
-                busy = busy_of(row, cid)
-                next_busy = busy_of(row_of(TILES, 1, turns, next_number, TEAM, COUNTER), cid)
             blocks = (end - begin + BLOCK_K - 1) // BLOCK_K
             nothing = tl.full([64], -float("inf"), tl.float32)
             zero = tl.zeros([64], tl.float32)
@@ -244,7 +238,7 @@ def hopper_forward_kernel(
             weights, top, total = first_step(
                 consumer,
                 q_tiles[cid],
-                Tile(i, begin, blocks, keys, queries, busy),
+                Tile(i, begin, blocks, keys, queries),
                 nothing,
                 zero,
                 OPTIONS,
@@ -259,8 +253,8 @@ def hopper_forward_kernel(
                 for _ in tl.range(0, (next_number >= 0).to(tl.int32) if COUNTER else 1):
                     weights, out0, out1, top, total, count = rest_of_tile(
                         consumer, q_tiles[qs * CONSUMERS + cid],
-                        Tile(i, begin, blocks, keys, queries, busy), first_i + cid * 64, weights,
-                        out0, out1, top, total, count, OPTIONS,
+                        Tile(i, begin, blocks, keys, queries), first_i + cid * 64, weights, out0,
+                        out1, top, total, count, OPTIONS,
                     )  # fmt: skip
                     # The next tile's first block, while this tile's last product runs.
                     if not KEEP_Q:
@@ -274,22 +268,16 @@ def hopper_forward_kernel(
                         row_of(TILES, turn + 1, turns, next_number, TEAM, COUNTER), WINDOW
                     )
                     blocks = (end - begin + BLOCK_K - 1) // BLOCK_K
-                    before_busy = busy
-                    if OPTIONS.IDLE:
-                        busy = next_busy
-                        next_busy = busy_of(
-                            row_of(TILES, turn + 1, turns, next_number, TEAM, COUNTER), cid
-                        )
                     if WINDOW:
                         out_first, queries, first_i, head = rows_of(row)
                         i = first_i + cid * 64 + tl.arange(0, 64)
                     if not KEEP_Q:
                         qs = turn % Q_STAGES
                         tlx.barrier_wait(q_full[qs], (turn // Q_STAGES) & 1)
-                    weights, out0, out1, new_top, new_total = first_of_next(
+                    weights, out0, out1, new_top, new_total, shrink = step(
                         consumer, q_tiles[qs * CONSUMERS + cid],
-                        Tile(i, begin, blocks, keys, queries, busy), before_busy, weights, out0,
-                        out1, nothing, zero, count, OPTIONS,
+                        Tile(i, begin, blocks, keys, queries), 0, weights, out0, out1, nothing,
+                        zero, count, OPTIONS, True, NEAR, HAS_RIGHT,
                     )  # fmt: skip
                     count += 1
                     _finish(
@@ -301,9 +289,8 @@ def hopper_forward_kernel(
                     out0 = tl.zeros([64, WIDTH], tl.float32)
                     out1 = tl.zeros([64, WIDTH], tl.float32)
             weights, out0, out1, top, total, count = rest_of_tile(
-                consumer, q_tiles[qs * CONSUMERS + cid],
-                Tile(i, begin, blocks, keys, queries, busy), first_i + cid * 64, weights, out0,
-                out1, top, total, count, OPTIONS,
+                consumer, q_tiles[qs * CONSUMERS + cid], Tile(i, begin, blocks, keys, queries),
+                first_i + cid * 64, weights, out0, out1, top, total, count, OPTIONS,
             )  # fmt: skip
             out0, out1 = last_product(consumer, weights, out0, out1, count, OPTIONS)
             _finish(

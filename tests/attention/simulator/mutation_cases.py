@@ -165,13 +165,6 @@ FORWARD = Case(
             "tl.num_programs(0) // TEAM + number",
             "tl.num_programs(0) // TEAM + number + 1",
         ),
-        (
-            "idle with some queries",
-            "tl.load(row + 6) + 64 * cid <",
-            "tl.load(row + 6) + 64 * cid + 63 <",
-        ),
-        ("no last product before idling", "if before_busy:\n", "if tile.busy:\n"),
-        ("no scores after idling", "if tile.busy:\n", "if before_busy:\n"),
     ],
     {
         "always the first buffer: 'turn % 2' -> '(turn % 2) * 0'": (1, NO_ZIGZAG),
@@ -182,18 +175,13 @@ FORWARD = Case(
             " to be released, which consumers do after the product in question",
         ),
         "one product more in flight: 'out1 = tlx.async_dot_wait(0, out1)'": (
-            3,
+            2,
             "the wait for the first half of the output has waited for all products",
         ),
         "no barrier_wait: 'tlx.barrier_wait(v_full, v_phase)'": (
             1,
             "it only keeps the compiler from moving what comes after it; the barrier has been"
             " passed",
-        ),
-        "no barrier_wait: 'tlx.barrier_wait(consumer.v_full[before], v_phase)'": (
-            1,
-            "the wait for the keys has waited until the producer began to copy these values, which"
-            " it does once their stage was released before; a consumer without queries reads none",
         ),
     },
     (tlx_forward_tiles, tlx_forward_steps),

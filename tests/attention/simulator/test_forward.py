@@ -95,32 +95,6 @@ def test_windows_that_just_fit_into_a_block(consumers, keys, short, right):
     assert not wrong(problem, out, lse)
 
 
-@pytest.mark.parametrize("broadcast", [False, True], ids="broadcast {}".format)
-@pytest.mark.parametrize("counter", [False, True], ids="counter {}".format)
-@pytest.mark.parametrize(("consumers", "ping_pong"), [(2, False), (2, True), (3, False)])
-def test_consumers_without_queries_leave_out_steps(
-    consumers, ping_pong, counter, broadcast, monkeypatch
-):
-    """Alone, after a tile with work, before one, and in a row, as each CTA walks its tiles."""
-    lengths = [300, 1, 192, 64, 250, 256, 130, 65]
-    problem = random_problem(
-        64 * consumers + 5 if broadcast else lengths, lengths, dim=64, heads=1,
-        dtype=torch.float16, generator=torch.Generator().manual_seed(0),
-    )  # fmt: skip
-    shape = Shape(consumers, 64, 3, 1, 160, ping_pong=ping_pong, counter=counter)
-    for processors in (1, 3):
-        out, lse, counts = launched(problem, shape, 0, processors)
-        assert not wrong(problem, out, lse)
-        products = [counts.products]
-        for level in (1, 0):
-            with monkeypatch.context() as patch:
-                patch.setattr(tlx_, "may_idle", lambda *_, level=level: level)
-                other, other_lse, counts = launched(problem, shape, 0, processors)
-            assert torch.equal(out, other) and torch.equal(lse, other_lse)
-            products.append(counts.products)
-        assert products[0] < products[1] < products[2]
-
-
 def test_samples_of_no_rows():
     for lengths in ([0, 0], [0, 5, 0], [1]):
         problem = problem_of(random.Random(3), q_lengths=lengths, k_lengths=lengths)
