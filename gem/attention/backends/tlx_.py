@@ -104,12 +104,13 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 
 def packed(call: Call, shape: Shape) -> bool:
-    """Whether probabilities are carried in pairs of 16 bits.
+    """Whether probabilities are carried to the next step in pairs of 16 bits.
 
-    Elsewhere the compiler keeps them together by itself, or would spill more.
+    In most kernels of 64 columns the compiler keeps pairs together by itself; with a window, those
+    of 128 would spill more.
     """
-    wide = shape.p_wide or block_columns(call) < 128
-    return not wide and call.left is None and call.right is None
+    window = call.left is not None or call.right is not None
+    return block_columns(call) == 128 and not shape.p_wide and not window
 
 
 def launch(

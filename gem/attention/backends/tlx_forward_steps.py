@@ -167,7 +167,8 @@ def _weigh(p, v_tile, out0, out1, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _carried(p, OPTIONS: tl.constexpr):
-    """Probabilities as a step hands them to the next: `[64, BLOCK_K]`, or PACKED pairs in 32 bits.
+    """Probabilities `[64, BLOCK_K]` as a step hands them to the next; PACKED: `[64, BLOCK_K / 2]`,
+    int32 numbers with an even column's in the lower half.
 
     Not to be called before the wait for the product of those before: it reads their registers.
     """
@@ -175,8 +176,9 @@ def _carried(p, OPTIONS: tl.constexpr):
         even, odd = tl.split(tl.reshape(p, [64, OPTIONS.BLOCK_K // 2, 2]))
         # By hand: the compiler would take 16-bit numbers apart again.
         KIND: tl.constexpr = "bf16x2" if OPTIONS.DTYPE == tl.bfloat16 else "f16x2"
+        CONVERT: tl.constexpr = "cvt.rn." + KIND + ".f32 $0, $2, $1;"
         p = tl.inline_asm_elementwise(
-            "cvt.rn." + KIND + ".f32 $0, $2, $1;", "=r,f,f", [even, odd], tl.int32, False, 1
+            CONVERT, "=r,f,f", [even, odd], tl.int32, is_pure=False, pack=1
         )
     elif not OPTIONS.P_WIDE:
         p = p.to(OPTIONS.DTYPE)
