@@ -36,13 +36,13 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
 
     Any other assembly is reported.
     """
+    words = dtype in (tl.int32, tl.uint32)
     found = _PACK.fullmatch(asm)
     floats = len(args) == 2 and all(x.shape and x.dtype == tl.float32 for x in args)
-    if found and floats and (constraints, pack) == ("=r,f,f", 1):
-        if dtype in (tl.int32, tl.uint32):
-            return _packed(*args, tl.bfloat16 if found[1] == "bf" else tl.float16, dtype)
+    if found and floats and words and (constraints, pack) == ("=r,f,f", 1):
+        return _packed(*args, tl.bfloat16 if found[1] == "bf" else tl.float16, dtype)
     found = _WAIT.fullmatch(asm)
-    if found is None or constraints != "=r" or args or dtype not in (tl.int32, tl.uint32):
+    if found is None or constraints != "=r" or args or not words:
         raise context.error(
             UnsupportedOperation, f"the simulator does not know the assembly {asm!r} of these types"
         )

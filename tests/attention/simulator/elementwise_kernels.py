@@ -39,3 +39,14 @@ def mapped_kernel(X, OUT, N: tl.constexpr, PARTS: tl.constexpr):
     for k in tl.static_range(PARTS):
         tl.store(OUT + 3 * N + k, parts[k].sum())
         tl.store(OUT + 3 * N + PARTS + k, (1 << parts[k].max().to(tl.int32)).to(tl.float32))
+
+
+@triton.jit
+def pairs_kernel(
+    X, Y, OUT, N: tl.constexpr, ASSEMBLY: tl.constexpr, TYPES: tl.constexpr, PACK: tl.constexpr
+):
+    """Pairs of X and Y by inline assembly, in 32 bits each."""
+    i = tl.arange(0, N)
+    x, y = tl.load(X + i), tl.load(Y + i)
+    z = tl.inline_asm_elementwise(ASSEMBLY, TYPES, [x, y], tl.int32, is_pure=True, pack=PACK)
+    tl.store(OUT + i, z)
