@@ -127,21 +127,16 @@ def _add_dq(consumer, tile, x, dq, u, OPTIONS: tl.constexpr):
     Those of whole samples are written by the first tile of keys. If it is alone, it writes dQ.
     """
     number = x * OPTIONS.TILES + u
-    sums = tile.sums + number * OPTIONS.HEADS
-    stage, desc_sums = consumer.sum_stages[u], consumer.desc_sums
-    if OPTIONS.ALONE:
-        if tile.order == 3:
-            dq_stage = consumer.dq_stages[2 * u]
-            tlx.local_store(dq_stage, (dq * consumer.natural_scale).to(OPTIONS.DTYPE))
-            tlx.fence("async_shared")
-            row = 64 * number
-            store_rows(consumer.desc_dq, dq_stage, tile.first, tile.queries, row, tile.head)
-        else:
-            add_sums(dq, stage, desc_sums, sums, tile.order == 1, OPTIONS.BLOCK_D)
-    elif OPTIONS.WHOLE:
-        add_sums(dq, stage, desc_sums, sums, tile.order % 2 == 1, OPTIONS.BLOCK_D)
+    alone = tile.order == 3 if OPTIONS.ALONE else False
+    if alone:
+        dq_stage = consumer.dq_stages[2 * u]
+        tlx.local_store(dq_stage, (dq * consumer.natural_scale).to(OPTIONS.DTYPE))
+        tlx.fence("async_shared")
+        store_rows(consumer.desc_dq, dq_stage, tile.first, tile.queries, 64 * number, tile.head)
     else:
-        add_sums(dq, stage, desc_sums, sums, False, OPTIONS.BLOCK_D)
+        stage, sums = consumer.sum_stages[u], tile.sums + number * OPTIONS.HEADS
+        fresh = tile.order == 1 if OPTIONS.ALONE else tile.order % 2 == 1
+        add_sums(dq, stage, consumer.desc_sums, sums, fresh, OPTIONS.BLOCK_D)
 
 
 @triton.jit
