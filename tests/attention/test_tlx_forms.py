@@ -1,11 +1,18 @@
 """Which form the TLX backward takes for a call; needs no GPU."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
-from gem.attention.backends.tlx_backward import LEAST_WHOLE, WHOLE_KEYS, Form, form_of
+from gem.attention.backends.tlx_backward import (
+    LEAST_SHARE,
+    LEAST_WHOLE,
+    WHOLE_KEYS,
+    Form,
+    form_of,
+)
 from gem.attention.simulator import simulated
 from gem.attention.testing import call_of, random_problem
 
@@ -64,6 +71,15 @@ def test_samples_are_whole_where_every_cta_has_enough_of_them(heads, kv_heads):
     assert form([*few, WHOLE_KEYS + 1], **options) == Form("keys")
     assert form([*few, 0, 100], [*few, 100, 0], **options) == Form("keys")
     assert form([*many, WHOLE_KEYS + 1], **options) == Form("keys", whole=True)
+
+
+def test_samples_are_whole_where_they_have_enough_of_the_queries():
+    short = [100] * MANY
+    for share, whole in ((LEAST_SHARE, True), (LEAST_SHARE * 0.99, False)):
+        long = math.ceil(sum(short) / share) - sum(short)
+        assert form([*short, long]) == Form("keys", whole=whole)
+        # It is their queries that count, not their keys.
+        assert form([*short, long], [*short, WHOLE_KEYS + 1]) == Form("keys", whole=whole)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

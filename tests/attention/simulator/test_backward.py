@@ -94,9 +94,11 @@ def test_whole_samples_have_the_same_bits_in_every_order(dim, processors):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_whole_samples_beside_longer_ones(dim):
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_whole_samples_beside_longer_ones(dim, kv_heads):
+    """Where heads are not grouped, a tile of keys that is alone writes dQ without sums."""
     lengths = [100, 700, 0, 300, 256, 257, 129, 5, 40]
-    problem = make(None, lengths, dim=dim, heads=4, kv_heads=2)
+    problem = make(None, lengths, dim=dim, heads=4, kv_heads=kv_heads)
     for seed in range(3):
         gradients, _ = differentiated(problem, seed, 4, whole=True)
         assert not wrong_gradients(problem, gradients)
