@@ -101,8 +101,8 @@ def test_the_hopper_backward_neither_spills_nor_serializes_in_its_loops(form, di
     assert len(loops) == 2 and unmasked(loops) == loops  # one of each consumer
     assert len(rest) == (1 if most else 0)
     assert not any(spilled(loop) for loop in [*loops, *rest])
-    # To global memory a step adds its dQ or, in a whole sample, may write it, or the sums; few shared
-    # queries' kernel writes dK and dV.
+    # To global memory a step adds its dQ or, in a whole sample, may write it or the sums; few
+    # shared queries' kernel writes dK and dV.
     traffic = [
         tuple(sum(x in i for i in loop) for x in ("UTMAREDG", "UTMASTG")) for loop in loops + rest
     ]
