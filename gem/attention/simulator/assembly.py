@@ -12,7 +12,7 @@ import re
 import numpy as np
 import triton.language as tl
 
-from gem.attention.simulator import context
+from gem.attention.simulator import context, operands
 from gem.attention.simulator.dtypes import held, rounded, to_bits
 from gem.attention.simulator.errors import UnsupportedOperation
 from gem.attention.simulator.values import Value
@@ -28,7 +28,7 @@ def _packed(low, high, short, dtype):
     """32-bit numbers of the bits of two, the second in the upper half."""
     low, high = (to_bits(rounded(x.data, short), short).view(np.uint16) for x in (low, high))
     bits = low.astype(np.uint32) | high.astype(np.uint32) << 16
-    return Value(bits.view(held(dtype)), dtype)
+    return operands.noted(Value(bits.view(held(dtype)), dtype), pairs=True)
 
 
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import triton.language as tl
 
-from gem.attention.simulator import context, global_memory, spins
+from gem.attention.simulator import context, global_memory, operands, spins
 from gem.attention.simulator.asynchronous import multiply
 from gem.attention.simulator.dtypes import held, is_float, rounded
 from gem.attention.simulator.errors import KernelAssertion, UnsupportedOperation
@@ -220,7 +220,7 @@ def permute(input, *dims):
 
 def reshape(input, *shape, **_):
     shape = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-    return Value(input.data.reshape(_shape(shape)), input.dtype, input.base)
+    return operands.kept(input, Value(input.data.reshape(_shape(shape)), input.dtype, input.base))
 
 
 view = reshape
@@ -245,7 +245,7 @@ def broadcast(input, other):
 
 
 def join(a, b):
-    return Value(np.stack([a.data, b.data], axis=-1), a.dtype)
+    return operands.kept(a, Value(np.stack([a.data, b.data], axis=-1), a.dtype))
 
 
 def split(a):

@@ -6,7 +6,9 @@ product of the turn before still reads its own comes to lie in the same register
 there too early (triton-lang/triton issue 9433). It has to be made after the wait, or be carried in
 float32 and converted right before the product.
 
-Noted is where tensors are made by `to` and `local_load`; of others this is not known.
+Noted is where tensors are made by `to`, by `local_load` and, in pairs of 16 bits, by assembly. It
+stays with what lies in the same registers: halves of pairs, the same bits as another type, another
+shape. Of others it is not known.
 """
 
 from __future__ import annotations
@@ -17,13 +19,24 @@ from gem.attention.simulator import context
 from gem.attention.simulator.errors import OverwrittenOperand
 
 
-def noted(x):
-    """x, a tensor of at most 16 bits a number, with what its task has issued and waited for."""
+def noted(x, pairs: bool = False):
+    """x, a tensor of at most 16 bits a number, with what its task has issued and waited for.
+
+    Args:
+        pairs: it has two such numbers in each of its own.
+    """
     task = context.task
-    if task is not None and x.dtype.primitive_bitwidth <= 16 and task.lefts:
-        frame = sys._getframe(2)
-        x.origin = task.products.issued, task.products.waited, frame.f_lineno
+    if task is not None and (pairs or x.dtype.primitive_bitwidth <= 16) and task.lefts:
+        line = context.where()[0][1] if pairs else sys._getframe(2).f_lineno
+        x.origin = task.products.issued, task.products.waited, line
     return x
+
+
+def kept(x, result):
+    """result, which lies in the registers of x, or in a part of them."""
+    if hasattr(x, "origin") and result is not NotImplemented:
+        result.origin = x.origin
+    return result
 
 
 def check(task, x, place, number: int) -> None:

@@ -82,7 +82,8 @@ class Value:
 
     A pointer is a Value whose numbers are byte offsets into `base`.
 
-    `origin` is when a short tensor was made, where that is noted: see `operands`.
+    `origin` is when a tensor of 16 bits a number, or of pairs of them, was made, where that is
+    noted: see `operands`.
     """
 
     __slots__ = ("data", "dtype", "base", "origin")
@@ -126,15 +127,12 @@ class Value:
         """The numbers in another type (or the same bits)."""
         dtype = getattr(dtype, "value", dtype)
         if dtype is self.dtype or dtype == self.dtype:
-            same = Value(self.data, dtype, self.base)
-            if dtype.primitive_bitwidth <= 16 and hasattr(self, "origin"):
-                same.origin = self.origin
-            return same
+            return operands.kept(self, Value(self.data, dtype, self.base))
         if self.base is not None:
             return Value(self.data, dtype, self.base)
         if bitcast:
             bits = to_bits(np.asarray(self.data, dtype=held(self.dtype)), self.dtype)
-            return made(from_bits(bits.view(BITS[dtype.name]), dtype), dtype)
+            return operands.kept(self, made(from_bits(bits.view(BITS[dtype.name]), dtype), dtype))
         data = self.data
         if is_float(dtype):
             if isinstance(data, np.ndarray):
@@ -144,7 +142,7 @@ class Value:
         if isinstance(data, np.ndarray):
             if dtype.name == "int1":
                 return Value(data != 0, dtype)
-            return Value(data.astype(held(dtype)), dtype)
+            return operands.kept(self, Value(data.astype(held(dtype)), dtype))
         return Value(bool(data) if dtype.name == "int1" else wrapped(int(data), dtype), dtype)
 
     cast = to
@@ -193,7 +191,7 @@ class Value:
         return _arithmetic(x, self, "remainder")
 
     def __and__(self, x):
-        return _arithmetic(self, x, "and")
+        return operands.kept(self, _arithmetic(self, x, "and"))
 
     def __rand__(self, x):
         return _arithmetic(x, self, "and")
@@ -217,7 +215,7 @@ class Value:
         return _arithmetic(x, self, "lshift")
 
     def __rshift__(self, x):
-        return _arithmetic(self, x, "rshift")
+        return operands.kept(self, _arithmetic(self, x, "rshift"))
 
     def __neg__(self):
         return _arithmetic(0, self, "subtract") if not is_float(self.dtype) else self * -1.0

@@ -48,15 +48,27 @@ def test_operands_made_too_early_are_reported(how, seed):
     assert lines[caught.value.where[0][1] - 1].strip() == "acc = tlx.async_dot(p, b[0], acc)"
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-def test_our_forward_converts_after_the_wait(dim, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("dim", "shape"),
+    [
+        (64, tlx_.Shape(2, 64, 2, 1, 240, p_wide=True)),
+        (128, tlx_.Shape(2, 64, 2, 1, 240, p_wide=True)),
+        (128, tlx_.Shape(2, 64, 2, 1, 240)),  # in pairs
+    ],
+    ids=["64", "128", "pairs"],
+)
+def test_our_forward_converts_after_the_wait(dim, shape, tmp_path, monkeypatch):
     """Its probabilities may not be rounded before the product of the last ones is complete."""
     wait = "    out0 = tlx.async_dot_wait(0, out0)\n    if OPTIONS.PIECES == 2:\n"
     release = "        out1 = tlx.async_dot_wait(0, out1)\n    tlx.barrier_arrive(v_empty)"
-    early = "    weights = weights.to(OPTIONS.DTYPE)\n"
-    changed = replaced(FORWARD.sources, wait + release, early + wait + release)
+    convert = "    weights = _carried(weights, OPTIONS)\n"
+    if shape.p_wide:
+        early = "    weights = weights.to(OPTIONS.DTYPE)\n" + wait + release
+        changed = replaced(FORWARD.sources, wait + release, early)
+    else:
+        before = wait + release + "\n" + convert
+        changed = replaced(FORWARD.sources, before, convert + wait + release + "\n")
     module = imported_kernel(changed, tmp_path, "converts_early")
-    shape = tlx_.Shape(2, 64, 2, 1, 240, p_wide=True)  # not packed, which is not followed
     generator = torch.Generator().manual_seed(1)
     problem = random_problem([300], dim=dim, dtype=torch.bfloat16, generator=generator)
     launched(problem, shape, 0)
