@@ -203,6 +203,8 @@ BACKWARD = Case(
         Launch(128, {"kv_heads": 2}, whole=True),  # an odd number of steps
         # Both consumers have keys in a whole sample's last tile, and add to what they wrote.
         Launch(128, {"kv_heads": 2}, 1, lengths=(200,), whole=True),
+        # Samples with one tile each, the first of which comes after its neighbour.
+        Launch(64, {"kv_heads": 2}, 1, lengths=(50, 100, 100), whole=True),
         Launch(64, {"causal": True, "kv_heads": 2}, deterministic=True),
         Launch(128, {"queries": 130, "kv_heads": 2}, 3),
         Launch(128, {}, deterministic=True),
@@ -214,6 +216,10 @@ BACKWARD = Case(
         ("the first tile adds", "tile.order == 1", "tile.order == 5"),
         ("every tile of a whole sample writes", "tile.order == 1", "tile.order >= 1"),
         ("every tile writes", "tile.order == 1", "True"),
+        ("the first tile adds, heads grouped", "tile.order % 2 == 1", "tile.order == 5"),
+        ("every tile writes, heads grouped", "tile.order % 2 == 1", "tile.order >= 1"),
+        ("a tile that is alone adds", "tile.order == 3", "tile.order == 5"),
+        ("every tile of a whole sample writes dQ", "tile.order == 3", "tile.order >= 1"),
         ("adds once earlier writes are read", "bulk.wait_group 0", "bulk.wait_group.read 0"),
         ("one consumer waits", WAITS, WAITS.replace("first:", "first & (OPTIONS.cid == 0):")),
         ("the other consumer waits", WAITS, WAITS.replace("first:", "first & (OPTIONS.cid == 1):")),
@@ -224,6 +230,10 @@ BACKWARD = Case(
             1,
             "both consumers come to the same named barriers in the same order, so that any of the"
             " free ones would do, even one for all",
+        ),
+        "one buffer less: '2 * Q_TILES' -> '2 * Q_TILES - 1'": (
+            1,
+            "dQ is half as large as its sums, in whose stages it lies: every other one is used",
         ),
         "always the first buffer: 'turn % 2' -> '(turn % 2) * 0'": (1, NO_ZIGZAG),
         "no barrier_wait: 'tlx.barrier_wait(full[slot], (turn // TILE_STAGES) & 1)'": (
