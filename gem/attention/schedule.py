@@ -272,9 +272,9 @@ def statistic_tiles(
     """int32 `[tiles, 3]` of (first row, rows, what sums of their gradient begin as).
 
     Queries in blocks, every sample's from a new one. Sums begin as 0 (1) but for whole samples, of
-    at most two tiles of `block_k` keys: with what the first tile writes (0), or what the only one
-    does (2). Nobody writes where there are no keys (1). Shared queries have the sums that would be
-    the first sample's.
+    at most two tiles of `block_k` keys (0: none are whole): with what the first tile writes (0), or
+    what the only one does (2). Nobody writes where there are no keys (1). Shared queries have one
+    set of sums: those that would be the first sample's begin as 0 (1), the others are none (0).
     """
     keys, rows = _rows_of(k_lengths, queries)
     sample, number = _pieces(rows, block)

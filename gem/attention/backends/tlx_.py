@@ -46,7 +46,7 @@ class Shape:
         registers: per thread of a consumer.
         ping_pong: whether consumers issue their products in turns.
         p_wide: whether probabilities are carried to the next step in float32: more registers, but
-            16-bit halves would have to be joined again.
+            16-bit halves, where they are not `packed`, would have to be joined again.
         keep_q: whether CTAs keep their queries from sample to sample, in broadcast attention where
             at most a twentieth of the multiprocessors is left out by it.
         counter: whether CTAs take their tiles from a counter at run time, not by the zig-zag.

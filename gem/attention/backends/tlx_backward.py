@@ -1,10 +1,10 @@
 """The backward in TLX on Hopper GPUs: which kernel serves a call, its memory and its launches.
 
-Broadcast attention with at most 64 queries has `tlx_hopper_shared_backward`, everything else
-`tlx_hopper_backward`. The latter adds up dQ of samples of more than two tiles of keys in an order
-that is not fixed; where the call asks for the same bits on every run and there are any, or the sums
-would be mostly padding, dQ comes from the Triton backend's kernels, at the price of computing
-scores twice.
+Broadcast attention with at most 64 queries has `tlx_hopper_shared_backward` (unless heads are
+grouped), everything else `tlx_hopper_backward`. The latter adds up dQ in an order that is not
+fixed, but for whole samples (`Form.whole`); where the call asks for the same bits on every run and
+not all are whole, or the sums would be mostly padding, dQ comes from the Triton backend's kernels,
+at the price of computing scores twice.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class _Backward:
             hopper_backward_kernel,
             (min(tiles.units, processors(self.q.device)),),
             *self._descriptors(BLOCK_K, 64),
-            ragged(self.dq if alone else self.dk, 64, block_d),
+            ragged(self.dq if alone else self.dk, 64, block_d),  # or dk, which is not used
             TensorDescriptor(flat, list(flat.shape), [32, 1], [2 * block_d, 32]),
             *(self.lse2, self.delta, tiles.table, self.counter),
             *(tiles.single, tiles.pairs, tiles.units, self.stats),

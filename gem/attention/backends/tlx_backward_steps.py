@@ -306,6 +306,7 @@ def steps_without_keys(x_begin, x_end, consumer, tile, count, OPTIONS: tl.conste
         ds_at = TILES * (count % 2)
         tlx.barrier_wait(consumer.q_full[st], (count // OPTIONS.Q_STAGES) & 1)
         tlx.barrier_arrive(consumer.v_empty, pred=x == tile.x_last)
+        # As in `_leave_stages`.
         tlx.async_descriptor_store_wait(0)
         if OPTIONS.WHOLE:
             if tile.order == 2:

@@ -14,8 +14,9 @@ in turns; only one of them waits for the other, so that they do not march in ste
 tensor cores while the other is in its softmax. At dim 64 each takes one of a step's two tiles. dQ
 leaves by a TMA copy that adds to float32 sums in global memory (`tlx_backward_sums`). The order of
 these additions is not fixed, but for whole samples, all of whose keys one CTA has: there the first
-tile writes the sums, which need not be cleared, and the others wait for what went before. Without
-WITH_DQ there are no additions, and a kernel that keeps queries computes dQ.
+tile writes the sums, which need not be cleared, and the second waits for these writes; a tile that
+is alone writes dQ itself, unless heads are grouped. Without WITH_DQ there are no additions, and a
+kernel that keeps queries computes dQ.
 
 The keys of the next tile are copied while this one runs, and its values as soon as this one's last
 dP is known; dK and dV leave through shared memory while the next tile begins. Rows past a sample's
@@ -108,13 +109,14 @@ def hopper_backward_kernel(
     WITH_DQ: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """dk and dv of all tiles and, unless WITH_DQ is off, dq added to float32 sums.
+    """dk and dv of all tiles and, unless WITH_DQ is off, dq: added to float32 sums, or written.
 
     TILES, single, pairs and units are those of `schedule.KeyTiles`; every tile is seen by a query.
     Grid: as many CTAs as run at once, at most one for each unit. COUNTER: int32, 0; without
     BY_COUNTER units are dealt in a zig-zag. `scale` holds log2(e) too. NARROW: a window may begin
     and end within one step. Sums begin as 0 but for whole samples, of which there are some with
-    WHOLE; `dq_kernel` finishes them.
+    WHOLE; `dq_kernel` finishes them. Through `desc_dq` goes what has no sums: dq of whole samples
+    with one tile, where GROUP is 1.
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     K_STAGES: tl.constexpr = 2

@@ -470,7 +470,7 @@ def shared_queries_kernel(
     tl.store(PARTIAL + to, dq, mask=(i_rows[None, :] < queries) & (columns[:, None] < DIM))
 
 
-@triton.jit(do_not_specialize=["workers"])  # a size of many 16 lets loads be wide
+@triton.jit(do_not_specialize=["workers"])  # a size that 16 divides lets loads be wide
 def sum_kernel(
     PARTIAL, DQ, natural_scale, workers, size, BLOCK: tl.constexpr, WORKERS: tl.constexpr
 ):
