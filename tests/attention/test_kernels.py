@@ -145,6 +145,20 @@ def test_random_layouts(seed, backend):
     check(make(lengths(batch), k_lengths, window=window, **options), backend)
 
 
+@pytest.mark.parametrize("workers", [1, 31, 32, 33, 66])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_partial_dq_of_many_workers(dtype, workers):
+    """A program reads 64 numbers of 32 workers at once; the last ones may be fewer of either."""
+    generator = torch.Generator().manual_seed(workers)
+    partial = torch.randn(workers, 3, 2, 40, generator=generator, dtype=torch.float64)
+    memory = torch.full((5, 2, 40), torch.nan, dtype=dtype, device=DEVICE)
+    dq = memory[1:4]
+    triton_.sum_partial(partial.to(DEVICE, torch.float32), dq, -0.3)
+    expected = -0.3 * partial.sum(0)
+    torch.testing.assert_close(dq.cpu().double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    assert memory[0].isnan().all() and memory[4].isnan().all()
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 @pytest.mark.parametrize("queries", [None, 20], ids=["self", "broadcast"])
 def test_scales(queries, scale, backend):

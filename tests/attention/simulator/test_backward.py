@@ -193,6 +193,8 @@ def test_broadcast_gradients_of_few_queries_have_the_same_bits_in_every_order():
         (5, []),
         (5, [0, 0]),
         (70, [0, 0]),
+        (70, [0, 0, 5]),  # the first sample has no keys, yet the sums of shared queries
+        ([3, 0], [0, 5]),
         (0, [3, 1]),
     ],
     ids=str,
