@@ -317,7 +317,9 @@ def test_statistic_tiles_hold_every_query_once_each_sample_from_a_new_block(shar
 def test_sums_begin_as_zero_but_for_whole_samples_with_keys(whole):
     """Where there are no keys nobody writes sums; the queries' gradient is 0 nevertheless."""
     rng = random.Random(7)
-    keys, queries = random_lengths(rng, 60), random_lengths(rng, 60)
+    bounds = [n + more for n in (whole // 2, whole) for more in (-1, 0, 1)]
+    keys = torch.cat([random_lengths(rng, 60), torch.tensor(bounds)])
+    queries = torch.cat([random_lengths(rng, 60), torch.tensor([9] * len(bounds))])
     tiles = schedule.statistic_tiles(keys, queries, 8, CPU, whole // 2)
     begin = [
         1 if k == 0 or k > whole else 2 if k <= whole // 2 else 0
