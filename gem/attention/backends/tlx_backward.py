@@ -240,6 +240,7 @@ class _Backward:
             BLOCK_D=block_d,
             WITH_DQ=not form.split,
             WHOLE=form.whole,
+            ALONE=alone,
             num_warps=4,
             num_stages=1,
         )

@@ -135,6 +135,7 @@ def _add_dq(consumer, tile, x, dq, u, OPTIONS: tl.constexpr):
         store_rows(consumer.desc_dq, dq_stage, tile.first, tile.queries, 64 * number, tile.head)
     else:
         stage, sums = consumer.sum_stages[u], tile.sums + number * OPTIONS.HEADS
+        # Without ALONE the only tile (3) is a first one too.
         fresh = tile.order == 1 if OPTIONS.ALONE else tile.order % 2 == 1
         add_sums(dq, stage, consumer.desc_sums, sums, fresh, OPTIONS.BLOCK_D)
 

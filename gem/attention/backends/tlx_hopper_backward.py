@@ -108,6 +108,7 @@ def hopper_backward_kernel(
     BLOCK_D: tl.constexpr,
     WITH_DQ: tl.constexpr,
     WHOLE: tl.constexpr,
+    ALONE: tl.constexpr,
 ):
     """dk and dv of all tiles and, unless WITH_DQ is off, dq: added to float32 sums, or written.
 
@@ -116,7 +117,7 @@ def hopper_backward_kernel(
     BY_COUNTER units are dealt in a zig-zag. `scale` holds log2(e) too. NARROW: a window may begin
     and end within one step. Sums begin as 0 but for whole samples, of which there are some with
     WHOLE; `dq_kernel` finishes them. Through `desc_dq` goes what has no sums: dq of whole samples
-    with one tile, where GROUP is 1.
+    with one tile, with ALONE.
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     K_STAGES: tl.constexpr = 2
@@ -216,7 +217,7 @@ def hopper_backward_kernel(
             cid: tl.constexpr = tlx.async_task_replica_id()
             OPTIONS: tl.constexpr = Options(
                 cid=cid, TILES=Q_TILES, BLOCK_D=BLOCK_D, Q_STAGES=Q_STAGES, HEADS=HEADS,
-                WITH_DQ=WITH_DQ, WHOLE=WHOLE, ALONE=WHOLE and GROUP == 1, DTYPE=DTYPE,
+                WITH_DQ=WITH_DQ, WHOLE=WHOLE, ALONE=ALONE, DTYPE=DTYPE,
             )  # fmt: skip
             consumer = Consumer(
                 v_tile=v_tiles[cid], v_empty=v_empty[0],

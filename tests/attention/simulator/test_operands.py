@@ -51,11 +51,12 @@ def test_operands_made_too_early_are_reported(how, seed):
 @pytest.mark.parametrize(
     ("dim", "shape"),
     [
+        (64, tlx_.Shape(2, 64, 2, 1, 240)),
         (64, tlx_.Shape(2, 64, 2, 1, 240, p_wide=True)),
         (128, tlx_.Shape(2, 64, 2, 1, 240, p_wide=True)),
-        (128, tlx_.Shape(2, 64, 2, 1, 240)),  # in pairs
+        (128, tlx_.Shape(2, 64, 2, 1, 240)),
     ],
-    ids=["64", "128", "pairs"],
+    ids=["64", "64 wide", "128 wide", "128 in pairs"],
 )
 def test_our_forward_converts_after_the_wait(dim, shape, tmp_path, monkeypatch):
     """Its probabilities may not be rounded before the product of the last ones is complete."""
