@@ -189,12 +189,11 @@ class _Backward:
         size = tiles, self.call.heads, tile
         return torch.empty(size, dtype=torch.float32, device=self.q.device), True
 
-    def _descriptors(self, k_rows: int, dv_columns: int, *more: Tensor) -> tuple:
+    def _descriptors(self, k_rows: int, *more: Tensor) -> tuple:
         return (
             ragged(self.q, 64, self.block_d),
             ragged(self.k, k_rows, self.block_d),
-            *(ragged(x, 64, self.block_d) for x in (self.v, *more, self.dout, self.dk)),
-            ragged(self.dv, 64, dv_columns),
+            *(ragged(x, 64, self.block_d) for x in (self.v, *more, self.dout, self.dk, self.dv)),
         )
 
     def add_keys(self) -> None:
@@ -223,7 +222,7 @@ class _Backward:
         triton_.run(
             hopper_backward_kernel,
             (min(tiles.units, processors(self.q.device)),),
-            *self._descriptors(BLOCK_K, 64),
+            *self._descriptors(BLOCK_K),
             ragged(self.dq if alone else self.dk, 64, block_d),  # or dk, which is not used
             TensorDescriptor(flat, list(flat.shape), [32, 1], [2 * block_d, 32]),
             *(self.lse2, self.delta, tiles.table, self.counter),
@@ -274,7 +273,7 @@ class _Backward:
         triton_.run(
             hopper_shared_backward_kernel,
             (segments.workers * call.heads,),
-            *self._descriptors(64, self.block_d, self.out),
+            *self._descriptors(64, self.out),
             ragged(partial.view(-1, *self.q.shape[1:]), 64, self.block_d),
             *(self.lse, self.dlse, segments.table, call.k_offsets),
             *(call.scale * triton_.LOG2_E, call.scale),

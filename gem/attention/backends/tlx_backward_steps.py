@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gem.attention.backends.tlx_backward_sums import add_sums
-from gem.attention.backends.tlx_common import store_rows, wait_for_writes
+from gem.attention.backends.tlx_backward_sums import in_registers_order
 
 
 class Options(NamedTuple):
@@ -20,36 +19,49 @@ class Options(NamedTuple):
 
     Attributes:
         TILES: of 64 queries, in a step.
-        WHOLE: some samples are whole; ALONE: those with one tile of keys have no sums.
+        ALONE: dQ of samples with one tile of keys has no sums.
     """
 
     cid: tl.constexpr
     TILES: tl.constexpr
     BLOCK_D: tl.constexpr
     Q_STAGES: tl.constexpr
-    HEADS: tl.constexpr
     WITH_DQ: tl.constexpr
-    WHOLE: tl.constexpr
     ALONE: tl.constexpr
     DTYPE: tl.constexpr
 
 
+class Edges(NamedTuple):
+    """Which edges a window has; NARROW: it may begin and end within one step."""
+
+    LEFT: tl.constexpr
+    RIGHT: tl.constexpr
+    NARROW: tl.constexpr
+
+
 class Consumer(NamedTuple):
-    """What a consumer works with in every tile.
+    """What consumers work with in every tile.
 
     Attributes:
-        v_tile: its values `[64, BLOCK_D]`, and the barrier to say that they are not needed.
+        k_tiles: stages of the keys of both `[128, BLOCK_D]`; v_tiles: values `[64, BLOCK_D]`, one
+            tile each.
         q_tiles, do_tiles: TILES * Q_STAGES tiles of queries and dout `[64, BLOCK_D]`.
         lse_tiles, delta_tiles: `[64]` for each of these; Q_STAGES barriers are for all four.
         ds_tiles: dS^T `[128, 64]` of both consumers, TILES for either of two steps.
         ds_stages: the same, `[64, 64]` of a consumer, to be written.
-        sum_stages: TILES stages of `desc_sums`' copies.
-        dq_stages: in the same place, but 2 * TILES, those of `desc_dq`'s.
+        dv_stages: for dV `[64, BLOCK_D]`, in place of dS.
+        left_full, left_empty: the barriers of dK and dV, one for each consumer.
+        sum_stages: for dQ, TILES stages of float32, and their barriers.
+        dq_stages: in the same place, `[64, BLOCK_D]`, for dQ without sums, and dK after `summed`.
         left, right: of the window.
         scale: of scores; natural_scale: of dQ.
     """
 
-    v_tile: tlx.buffered_tensor
+    k_tiles: tlx.buffered_tensor
+    v_tiles: tlx.buffered_tensor
+    k_full: tlx.mbarrier
+    k_empty: tlx.mbarrier
+    v_full: tlx.mbarrier
     v_empty: tlx.mbarrier
     q_tiles: tlx.buffered_tensor
     do_tiles: tlx.buffered_tensor
@@ -59,10 +71,14 @@ class Consumer(NamedTuple):
     q_empty: tlx.mbarrier
     ds_tiles: tlx.buffered_tensor
     ds_stages: tlx.buffered_tensor
+    dv_stages: tlx.buffered_tensor
+    left_full: tlx.mbarrier
+    left_empty: tlx.mbarrier
     sum_stages: tlx.buffered_tensor
-    desc_sums: tl.tensor_descriptor
     dq_stages: tlx.buffered_tensor
-    desc_dq: tl.tensor_descriptor
+    sum_full: tlx.mbarrier
+    sum_empty: tlx.mbarrier
+    summed: tlx.mbarrier
     left: tl.tensor
     right: tl.tensor
     scale: tl.tensor
@@ -77,24 +93,17 @@ class Tile(NamedTuple):
 
     Attributes:
         k_tile: the keys of both consumers `[128, BLOCK_D]`.
-        k_before: the barrier to say that the stage of the tile before is free.
         j: this consumer's keys `[64]`, counted from the first query of step 0.
-        sums: of dQ, the tile of step 0.
-        first, queries, head: of dQ's rows, as `tlx_common.store_rows` has them.
-        x_first, x_last: the tile's first and last step, or -1 where they are another head's.
-        order: as in `schedule.KeyTiles`.
+        number: of the consumer's tiles before.
+        x_last: the tile's last step, or -1 where it is another head's.
+        alone: whether dQ has no sums.
     """
 
     k_tile: tlx.buffered_tensor
-    k_before: tlx.mbarrier
     j: tl.tensor
-    sums: tl.tensor
-    first: tl.tensor
-    queries: tl.tensor
-    head: tl.tensor
-    x_first: tl.tensor
+    number: tl.tensor
     x_last: tl.tensor
-    order: tl.tensor
+    alone: tl.tensor
 
 
 @triton.jit
@@ -121,46 +130,24 @@ def _window(consumer, tile, x, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def _add_dq(consumer, tile, x, dq, u, OPTIONS: tl.constexpr):
-    """Adds dQ of step x, its tile u, to the sums.
-
-    Those of whole samples are written by the first tile of keys. If it is alone, it writes dQ.
-    """
-    number = x * OPTIONS.TILES + u
-    alone = tile.order == 3 if OPTIONS.ALONE else False
-    if alone:
-        dq_stage = consumer.dq_stages[2 * u]
-        tlx.local_store(dq_stage, (dq * consumer.natural_scale).to(OPTIONS.DTYPE))
-        tlx.fence("async_shared")
-        store_rows(consumer.desc_dq, dq_stage, tile.first, tile.queries, 64 * number, tile.head)
-    else:
-        stage, sums = consumer.sum_stages[u], tile.sums + number * OPTIONS.HEADS
-        # Without ALONE the only tile (3) is a first one too.
-        fresh = tile.order == 1 if OPTIONS.ALONE else tile.order % 2 == 1
-        add_sums(dq, stage, consumer.desc_sums, sums, fresh, OPTIONS.BLOCK_D)
-
-
-@triton.jit
-def _dq(consumer, tile, x, ds_at, u, OPTIONS: tl.constexpr):
-    """Computes dQ of step x, its tile u, whose dS is at ds_at, and adds it as `_add_dq`."""
+def _dq(consumer, tile, step, ds_at, u, OPTIONS: tl.constexpr):
+    """Computes dQ of the consumer's step `step`, its tile u, whose dS is at ds_at."""
     dq = tlx.async_dot(tlx.local_trans(consumer.ds_tiles[ds_at]), tile.k_tile)
     dq = tlx.async_dot_wait(0, dq)
-    _add_dq(consumer, tile, x, dq, u, OPTIONS)
+    hand_over_dq(consumer, tile, step, dq, u, OPTIONS)
 
 
 @triton.jit
-def _leave_stages(tile, first, OPTIONS: tl.constexpr):
-    """Waits until this consumer's copies have left their stages, in a tile's `first` step for all.
-
-    Then that of the keys before is free, and dQ that is to be added to is in place.
-    """
-    tlx.async_descriptor_store_wait(0)
-    if OPTIONS.WHOLE:
-        # Nobody adds before both consumers are here: they meet before every dQ.
-        if tile.order == 2:
-            if first:
-                wait_for_writes()
-    tlx.barrier_arrive(tile.k_before, pred=first)
+def hand_over_dq(consumer, tile, step, dq, u, OPTIONS: tl.constexpr):
+    """Leaves dQ of the consumer's step `step`, its tile u, to `tlx_backward_copies.store`."""
+    tlx.barrier_wait(consumer.sum_empty[u], (step & 1) ^ 1)
+    alone = tile.alone if OPTIONS.ALONE else False
+    if alone:
+        tlx.local_store(consumer.dq_stages[2 * u], (dq * consumer.natural_scale).to(OPTIONS.DTYPE))
+    else:
+        tlx.local_store(consumer.sum_stages[u], in_registers_order(dq, OPTIONS.BLOCK_D))
+    tlx.fence("async_shared")
+    tlx.barrier_arrive(consumer.sum_full[u])
 
 
 @triton.jit
@@ -175,24 +162,24 @@ def _step_of_one(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES:
     begin, end = _window(consumer, tile, x, OPTIONS)
     phase = (count // OPTIONS.Q_STAGES) & 1
     q_full, q_empty = consumer.q_full[at], consumer.q_empty[at]
-    first, last, mine = x == tile.x_first, x == tile.x_last, count % 2 == cid
+    last, mine = x == tile.x_last, count % 2 == cid
     q_tiles, do_tiles = consumer.q_tiles, consumer.do_tiles
     keys = tlx.local_slice(tile.k_tile, [64 * cid, 0], [64, OPTIONS.BLOCK_D])
     tlx.barrier_wait(q_full, phase)
     if not EDGES:  # the load's time is that of the products
         lse = tlx.local_load(consumer.lse_tiles[at])
     s = tlx.async_dot(keys, tlx.local_trans(q_tiles[at]))
-    dp = tlx.async_dot(consumer.v_tile, tlx.local_trans(do_tiles[at]))
+    dp = tlx.async_dot(consumer.v_tiles[cid], tlx.local_trans(do_tiles[at]))
     s = tlx.async_dot_wait(1, s)
     if EDGES:  # registers are short
         lse = tlx.local_load(consumer.lse_tiles[at])
     p = _probabilities(s, lse, begin, end, consumer.scale, EDGES)
     dv = tlx.async_dot(p.to(OPTIONS.DTYPE), do_tiles[at], dv)
     dp = tlx.async_dot_wait(1, dp)
-    tlx.barrier_arrive(consumer.v_empty, pred=last)
+    tlx.barrier_arrive(consumer.v_empty[0], pred=last)
     ds = (p * (dp - tlx.local_load(consumer.delta_tiles[at])[None, :])).to(OPTIONS.DTYPE)
-    _leave_stages(tile, first, OPTIONS)
     if OPTIONS.WITH_DQ:
+        tlx.barrier_wait(consumer.left_empty[ds_at], (tile.number & 1) ^ 1)
         tlx.local_store(consumer.ds_stages[2 * ds_at + cid], ds)
         tlx.fence("async_shared")
         if not mine:
@@ -204,7 +191,7 @@ def _step_of_one(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES:
     if OPTIONS.WITH_DQ:
         if mine:
             tlx.named_barrier_wait(9 + cid, 256)  # the other has written its dS
-            _dq(consumer, tile, x, ds_at, 0, OPTIONS)
+            _dq(consumer, tile, count, ds_at, 0, OPTIONS)
     return dk, dv
 
 
@@ -216,7 +203,7 @@ def _step_of_two(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES:
     begin, end = _window(consumer, tile, x, OPTIONS)
     phase = (count // OPTIONS.Q_STAGES) & 1
     q_full, q_empty, at = consumer.q_full[st], consumer.q_empty[st], 2 * st
-    first, last = x == tile.x_first, x == tile.x_last
+    last = x == tile.x_last
     q_tiles, do_tiles = consumer.q_tiles, consumer.do_tiles
     lse_tiles, delta_tiles = consumer.lse_tiles, consumer.delta_tiles
     ds_stages, scale = consumer.ds_stages, consumer.scale
@@ -225,9 +212,9 @@ def _step_of_two(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES:
     if not EDGES:
         lse0 = tlx.local_load(lse_tiles[at])
     s0 = tlx.async_dot(keys, tlx.local_trans(q_tiles[at]))
-    dp0 = tlx.async_dot(consumer.v_tile, tlx.local_trans(do_tiles[at]))
+    dp0 = tlx.async_dot(consumer.v_tiles[cid], tlx.local_trans(do_tiles[at]))
     s1 = tlx.async_dot(keys, tlx.local_trans(q_tiles[at + 1]))
-    dp1 = tlx.async_dot(consumer.v_tile, tlx.local_trans(do_tiles[at + 1]))
+    dp1 = tlx.async_dot(consumer.v_tiles[cid], tlx.local_trans(do_tiles[at + 1]))
     s0 = tlx.async_dot_wait(3, s0)
     if EDGES:
         lse0 = tlx.local_load(lse_tiles[at])
@@ -238,8 +225,8 @@ def _step_of_two(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES:
     if EDGES:
         delta0 = tlx.local_load(delta_tiles[at])
     ds0 = (p0 * (dp0 - delta0[None, :])).to(OPTIONS.DTYPE)
-    _leave_stages(tile, first, OPTIONS)
     if OPTIONS.WITH_DQ:
+        tlx.barrier_wait(consumer.left_empty[0], (tile.number & 1) ^ 1)
         tlx.local_store(ds_stages[2 * ds_at + cid], ds0)
     dv = tlx.async_dot(p0.to(OPTIONS.DTYPE), do_tiles[at], dv)
     dk = tlx.async_dot(ds0, q_tiles[at], dk)
@@ -247,9 +234,10 @@ def _step_of_two(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES:
     lse1 = tlx.local_load(lse_tiles[at + 1])
     p1 = _probabilities(s1, lse1, begin - 64, end - 64, scale, EDGES)
     dp1 = tlx.async_dot_wait(2, dp1)
-    tlx.barrier_arrive(consumer.v_empty, pred=last)
+    tlx.barrier_arrive(consumer.v_empty[0], pred=last)
     ds1 = (p1 * (dp1 - tlx.local_load(delta_tiles[at + 1])[None, :])).to(OPTIONS.DTYPE)
     if OPTIONS.WITH_DQ:
+        tlx.barrier_wait(consumer.left_empty[1], (tile.number & 1) ^ 1)
         tlx.local_store(ds_stages[2 * ds_at + 2 + cid], ds1)
         tlx.fence("async_shared")
     dv = tlx.async_dot(p1.to(OPTIONS.DTYPE), do_tiles[at + 1], dv)
@@ -261,7 +249,7 @@ def _step_of_two(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES:
         dk = tlx.async_dot_wait(1, dk)
         tlx.barrier_arrive(q_empty)
         dq = tlx.async_dot_wait(0, dq)
-        _add_dq(consumer, tile, x, dq, cid, OPTIONS)
+        hand_over_dq(consumer, tile, count, dq, cid, OPTIONS)
     else:
         dv = tlx.async_dot_wait(0, dv)
         dk = tlx.async_dot_wait(0, dk)
@@ -281,52 +269,46 @@ def steps(
     OPTIONS: tl.constexpr,
     EDGES: tl.constexpr,
 ):
-    """(dk, dv, count) after a head's steps from x_begin to x_end.
+    """(dk, dv) after a head's steps from x_begin to x_end.
 
-    count: of the consumer's steps. EDGES: the window may begin (1) or end (2) for a key there.
+    count: of the consumer's steps before the head's first. EDGES: the window may begin (1) or end
+    (2) for a key there.
     """
     for x in tl.range(x_begin, x_end):
         if OPTIONS.TILES == 1:
-            dk, dv = _step_of_one(consumer, tile, x, dk, dv, count, OPTIONS, EDGES)
+            dk, dv = _step_of_one(consumer, tile, x, dk, dv, count + x, OPTIONS, EDGES)
         else:
-            dk, dv = _step_of_two(consumer, tile, x, dk, dv, count, OPTIONS, EDGES)
-        count += 1
-    return dk, dv, count
+            dk, dv = _step_of_two(consumer, tile, x, dk, dv, count + x, OPTIONS, EDGES)
+    return dk, dv
 
 
 @triton.jit
 def steps_without_keys(x_begin, x_end, consumer, tile, count, OPTIONS: tl.constexpr):
-    """The count after steps of a consumer whose keys are past the sample's end.
+    """Steps of a consumer whose keys are past the sample's end, else as `steps`.
 
     It keeps to all barriers and takes its turns at dQ, to which its own dS adds 0.
     """
     cid: tl.constexpr = OPTIONS.cid
     TILES: tl.constexpr = OPTIONS.TILES
     for x in tl.range(x_begin, x_end):
-        st = count % OPTIONS.Q_STAGES
-        ds_at = TILES * (count % 2)
-        tlx.barrier_wait(consumer.q_full[st], (count // OPTIONS.Q_STAGES) & 1)
-        tlx.barrier_arrive(consumer.v_empty, pred=x == tile.x_last)
-        # As in `_leave_stages`.
-        tlx.async_descriptor_store_wait(0)
-        if OPTIONS.WHOLE:
-            if tile.order == 2:
-                if x == tile.x_first:
-                    wait_for_writes()
-        tlx.barrier_arrive(tile.k_before, pred=x == tile.x_first)
+        step = count + x
+        st = step % OPTIONS.Q_STAGES
+        ds_at = TILES * (step % 2)
+        tlx.barrier_wait(consumer.q_full[st], (step // OPTIONS.Q_STAGES) & 1)
+        tlx.barrier_arrive(consumer.v_empty[0], pred=x == tile.x_last)
         tlx.barrier_arrive(consumer.q_empty[st])
         if OPTIONS.WITH_DQ:
             zeros = tl.zeros([64, 64], OPTIONS.DTYPE)
             for u in tl.static_range(TILES):
+                left = consumer.left_empty[u if TILES == 2 else ds_at]
+                tlx.barrier_wait(left, (tile.number & 1) ^ 1)
                 tlx.local_store(consumer.ds_stages[2 * (ds_at + u) + cid], zeros)
             tlx.fence("async_shared")
             if TILES == 2:
                 tlx.named_barrier_wait(9, 256)
-                _dq(consumer, tile, x, ds_at + cid, cid, OPTIONS)
-            elif count % 2 == cid:
+                _dq(consumer, tile, step, ds_at + cid, cid, OPTIONS)
+            elif step % 2 == cid:
                 tlx.named_barrier_wait(9 + cid, 256)
-                _dq(consumer, tile, x, ds_at, 0, OPTIONS)
+                _dq(consumer, tile, step, ds_at, 0, OPTIONS)
             else:
                 tlx.named_barrier_arrive(10 - cid, 256)
-        count += 1
-    return count

@@ -69,24 +69,16 @@ def statistics_kernel(
 
 
 @triton.jit
-def add_sums(dq, stage, desc_sums, tile, fresh, BLOCK_D: tl.constexpr):
-    """Adds dq `[64, BLOCK_D]` to the float32 sums of a tile, in the order of a product's registers.
-
-    Where they are `fresh`, dq becomes the sums, whatever is there.
+def in_registers_order(dq, BLOCK_D: tl.constexpr):
+    """dq `[64, BLOCK_D]` as the sums have it, `[2 * BLOCK_D, 32]`: in the order of a product's
+    registers.
 
     A thread of a product has two rows and, of each eight columns, two: four numbers. So it writes
     16 bytes at once, and a warp to all banks; by rows it would need twice as many writes, of which
     each would meet another in a bank. `dq_kernel` has the order too.
     """
     x = tl.reshape(dq, [4, 2, 8, BLOCK_D // 8, 4, 2])  # warp, half, row, eighth, column, of two
-    x = tl.reshape(tl.permute(x, [3, 0, 2, 4, 1, 5]), [2 * BLOCK_D, 32])
-    tlx.local_store(stage, x)
-    tlx.fence("async_shared")
-    row = tile * (2 * BLOCK_D)
-    if fresh:
-        tlx.async_descriptor_store(desc_sums, stage, [row, 0])
-    else:
-        tlx.async_descriptor_store(desc_sums, stage, [row, 0], store_reduce="add")
+    return tl.reshape(tl.permute(x, [3, 0, 2, 4, 1, 5]), [2 * BLOCK_D, 32])
 
 
 @triton.jit(do_not_specialize=["queries"])

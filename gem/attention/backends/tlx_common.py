@@ -105,21 +105,21 @@ def to_base_2(lse):
 
 
 @triton.jit
-def ask(COUNTERS, wanted, TEAM: tl.constexpr):
+def ask(COUNTERS, wanted, TEAM: tl.constexpr, THREADS: tl.constexpr):
     """Asks a counter in global memory for another tile, while the one before is copied.
 
     Nothing waits until `answer` reads what the first thread got.
     That is why it is a tensor: Triton waits for a scalar at once, to hand it to all threads.
     """
-    lanes = tl.arange(0, 128)
+    lanes = tl.arange(0, THREADS)
     counter = COUNTERS + tl.program_id(0) % TEAM + lanes * 0
     return tl.atomic_add(counter, 1, mask=(lanes == 0) & wanted, sem="relaxed")
 
 
 @triton.jit
-def answer(taken, TEAM: tl.constexpr):
+def answer(taken, TEAM: tl.constexpr, THREADS: tl.constexpr):
     """The number of the tile that `ask` took. The first tile of each CTA is not counted."""
-    number = tl.sum(tl.where(tl.arange(0, 128) == 0, taken, 0), 0)
+    number = tl.sum(tl.where(tl.arange(0, THREADS) == 0, taken, 0), 0)
     return (tl.num_programs(0) // TEAM + number) * TEAM + tl.program_id(0) % TEAM
 
 

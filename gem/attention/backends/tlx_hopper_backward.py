@@ -30,50 +30,109 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
+from gem.attention.backends.tlx_backward_copies import (
+    Loads,
+    Ring,
+    Shape,
+    Stores,
+    load,
+    queries_of,
+    store,
+    unit,
+)
 from gem.attention.backends.tlx_backward_steps import (
     Consumer,
+    Edges,
     Options,
     Tile,
     steps,
     steps_without_keys,
 )
-from gem.attention.backends.tlx_common import (
-    TILE_STAGES,
-    answer,
-    ask,
-    copy_rows,
-    dealt_place,
-    hand_over,
-    handed_over,
-    rows_of,
-    store_columns,
-    store_rows,
-)
+from gem.attention.backends.tlx_common import TILE_STAGES, handed_over, rows_of
 
 
 @triton.jit
-def _unit(number, single, pairs):
-    """(first row, rows) of what a CTA takes at a time, of `schedule.KeyTiles`."""
-    pair = (number >= single) & (number < single + pairs)
-    return number + tl.minimum(tl.maximum(number - single, 0), pairs), 1 + pair.to(tl.int32)
-
-
-@triton.jit
-def _queries(row):
-    """(first row, number) of the sample's queries, first of their statistics, (begin, end) seen."""
-    return (
-        tl.load(row),
-        tl.load(row + 1),
-        tl.load(row + 8),
-        tl.load(row + 2),
-        tl.load(row + 3),
-    )
-
-
-@triton.jit
-def _copy_statistics(x, buffer, barrier):
-    """Copies a number of each of 64 queries."""
-    tlx.async_load(x, buffer, bulk=True, bulk_size=256, barrier=barrier)
+def _consume(
+    cid: tl.constexpr,
+    consumer,
+    ring,
+    TABLE,
+    single,
+    pairs,
+    SHAPE: tl.constexpr,
+    EDGES: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """What consumer `cid` does with all tiles."""
+    OPTIONS: tl.constexpr = Options(
+        cid=cid, TILES=SHAPE.TILES, BLOCK_D=SHAPE.BLOCK_D, Q_STAGES=SHAPE.Q_STAGES,
+        WITH_DQ=SHAPE.WITH_DQ, ALONE=SHAPE.ALONE, DTYPE=DTYPE,
+    )  # fmt: skip
+    BLOCK_D: tl.constexpr = SHAPE.BLOCK_D
+    BLOCK_Q: tl.constexpr = 64 * SHAPE.TILES
+    count = 0
+    tile = 0
+    number, _ = unit(tl.program_id(0), single, pairs)
+    while number >= 0:
+        row = TABLE + number * 10
+        _, keys, first_j, _ = rows_of(row)
+        _, queries, _, q_begin, q_end = queries_of(row)
+        alone = tl.load(row + 9) == 3 if SHAPE.ALONE else False
+        first_j += 64 * cid
+        blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
+        # The tile's first key as the queries count, from the first step's first one.
+        first = first_j - (keys - queries) - q_begin
+        # A consumer without keys has other steps. The first one has some in every tile.
+        mine = blocks
+        if cid > 0:
+            mine = tl.where(first_j < keys, blocks, 0)
+        # In steps before `inner` the window begins for some key, from `outer` on it ends.
+        inner = 0
+        outer = mine
+        if EDGES.RIGHT:
+            inner = tl.maximum(first + 63 - consumer.right + BLOCK_Q - 1, 0) // BLOCK_Q
+            inner = tl.minimum(inner, mine)
+        if EDGES.LEFT:
+            outer = tl.minimum(tl.maximum(first + consumer.left + 1, 0) // BLOCK_Q, mine)
+        ks = tile % SHAPE.K_STAGES
+        j = first + tl.arange(0, 64)
+        dk = tl.zeros([64, BLOCK_D], tl.float32)
+        dv = tl.zeros([64, BLOCK_D], tl.float32)
+        tlx.barrier_wait(consumer.k_full[ks], (tile // SHAPE.K_STAGES) & 1)
+        tlx.barrier_wait(consumer.v_full[0], tile & 1)
+        for g in tl.range(0, SHAPE.GROUP):
+            x_last = blocks - 1
+            if SHAPE.GROUP > 1:
+                x_last = tl.where(g == SHAPE.GROUP - 1, x_last, -1)
+            this = Tile(consumer.k_tiles[ks], j, tile, x_last, alone)
+            if EDGES.RIGHT:
+                dk, dv = steps(
+                    0, tl.minimum(inner, outer), consumer, this, dk, dv, count, OPTIONS, 1
+                )
+            if EDGES.NARROW:
+                dk, dv = steps(outer, inner, consumer, this, dk, dv, count, OPTIONS, 3)
+            dk, dv = steps(inner, outer, consumer, this, dk, dv, count, OPTIONS, 0)
+            if EDGES.LEFT:
+                begin = tl.maximum(inner, outer)
+                dk, dv = steps(begin, mine, consumer, this, dk, dv, count, OPTIONS, 2)
+            if cid > 0:
+                steps_without_keys(mine, blocks, consumer, this, count, OPTIONS)
+            count += blocks
+        tlx.barrier_arrive(consumer.k_empty[ks])
+        # This consumer alone has read the tiles of dS at whose place dV is staged, and is done.
+        tlx.barrier_wait(consumer.left_empty[cid], (tile & 1) ^ 1)
+        tlx.local_store(consumer.dv_stages[SHAPE.TILES * cid], dv.to(DTYPE))
+        if SHAPE.TILES == 2:  # there is room beside dV
+            dk_stage = consumer.dv_stages[2 * cid + 1]
+        else:
+            dk_stage = consumer.dq_stages[cid]
+            if SHAPE.WITH_DQ:
+                tlx.barrier_wait(consumer.summed[0], tile & 1)
+        tlx.local_store(dk_stage, (dk * consumer.natural_scale).to(DTYPE))
+        tlx.fence("async_shared")
+        tlx.barrier_arrive(consumer.left_full[cid])
+        number = handed_over(ring.numbers, ring.full, ring.empty, tile)
+        tile += 1
 
 
 @triton.jit(do_not_specialize=["single", "pairs", "units", "stats", "left", "right"])
@@ -88,7 +147,7 @@ def hopper_backward_kernel(
     desc_sums,
     LSE2,
     DELTA,
-    TILES,
+    TABLE,
     COUNTER,
     single,
     pairs,
@@ -112,7 +171,7 @@ def hopper_backward_kernel(
 ):
     """dk and dv of all tiles and, unless WITH_DQ is off, dq: added to float32 sums, or written.
 
-    TILES, single, pairs and units are those of `schedule.KeyTiles`; every tile is seen by a query.
+    TABLE, single, pairs and units are those of `schedule.KeyTiles`; every tile is seen by a query.
     Grid: as many CTAs as run at once, at most one for each unit. COUNTER: int32, 0; without
     BY_COUNTER units are dealt in a zig-zag. `scale` holds log2(e) too. NARROW: a window may begin
     and end within one step. Sums begin as 0 but for whole samples, of which there are some with
@@ -120,192 +179,73 @@ def hopper_backward_kernel(
     with one tile, with ALONE.
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
-    K_STAGES: tl.constexpr = 2
-    Q_STAGES: tl.constexpr = 2
     Q_TILES: tl.constexpr = 128 // BLOCK_D  # of 64 queries, in a step
-    BLOCK_Q: tl.constexpr = 64 * Q_TILES
-    TILE_BYTES: tl.constexpr = 64 * BLOCK_D * 2
-    Q_BYTES: tl.constexpr = 2 * Q_TILES * (TILE_BYTES + 256)
-    k_tiles = tlx.local_alloc((128, BLOCK_D), DTYPE, K_STAGES)
+    SHAPE: tl.constexpr = Shape(
+        TILES=Q_TILES, BLOCK_D=BLOCK_D, K_STAGES=2, Q_STAGES=2, GROUP=GROUP, HEADS=HEADS,
+        BROADCAST=BROADCAST, BY_COUNTER=BY_COUNTER, WITH_DQ=WITH_DQ, WHOLE=WHOLE, ALONE=ALONE,
+    )  # fmt: skip
+    EDGES: tl.constexpr = Edges(HAS_LEFT, HAS_RIGHT, NARROW)
+    k_tiles = tlx.local_alloc((128, BLOCK_D), DTYPE, 2)
     v_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2)
-    q_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, Q_TILES * Q_STAGES)
-    do_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, Q_TILES * Q_STAGES)
-    lse_tiles = tlx.local_alloc((64,), tl.float32, Q_TILES * Q_STAGES)
-    delta_tiles = tlx.local_alloc((64,), tl.float32, Q_TILES * Q_STAGES)
+    q_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * Q_TILES)
+    do_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * Q_TILES)
+    lse_tiles = tlx.local_alloc((64,), tl.float32, 2 * Q_TILES)
+    delta_tiles = tlx.local_alloc((64,), tl.float32, 2 * Q_TILES)
     ds_tiles = tlx.local_alloc((128, 64), DTYPE, 2 * Q_TILES)  # [step % 2, tile]
     # What threads write is written through names of its own: where a product reads a buffer by the
     # name by which threads write it, the compiler puts another fence before every such product.
     ds_stages = tlx.local_alloc((64, 64), DTYPE, 4 * Q_TILES, reuse=ds_tiles)
-    dk_stages = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * K_STAGES, reuse=k_tiles)
-    if WITH_DQ:
-        sum_stages = tlx.local_alloc((2 * BLOCK_D, 32), tl.float32, Q_TILES)
-        dq_stages = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * Q_TILES, reuse=sum_stages)
-    else:  # not used
-        sum_stages = ds_stages
-        dq_stages = ds_stages
-    k_full = tlx.alloc_barriers(K_STAGES, arrive_count=1)
-    k_empty = tlx.alloc_warp_barrier(K_STAGES, 4, 2)
+    dv_stages = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * Q_TILES * Q_TILES, reuse=ds_tiles)
+    sum_stages = tlx.local_alloc((2 * BLOCK_D, 32), tl.float32, Q_TILES)
+    dq_stages = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * Q_TILES, reuse=sum_stages)
+    k_full = tlx.alloc_barriers(2, arrive_count=1)
+    k_empty = tlx.alloc_warp_barrier(2, 4, 2)
     v_full = tlx.alloc_barriers(1, arrive_count=1)
     v_empty = tlx.alloc_warp_barrier(1, 4, 2)
-    q_full = tlx.alloc_barriers(Q_STAGES, arrive_count=1)
-    q_empty = tlx.alloc_warp_barrier(Q_STAGES, 4, 2)
-    numbers = tlx.local_alloc((1,), tl.int32, TILE_STAGES)
-    number_full = tlx.alloc_warp_barrier(TILE_STAGES, 4)
-    number_empty = tlx.alloc_warp_barrier(TILE_STAGES, 4, 2)
-    # Named barriers: at 9 + cid a consumer waits for the other's dS, at 11 + cid for its last dQ.
+    q_full = tlx.alloc_barriers(2, arrive_count=1)
+    q_empty = tlx.alloc_warp_barrier(2, 4, 2)
+    sum_full = tlx.alloc_warp_barrier(Q_TILES, 4)
+    sum_empty = tlx.alloc_barriers(Q_TILES, arrive_count=1)
+    summed = tlx.alloc_barriers(1, arrive_count=1)
+    left_full = tlx.alloc_warp_barrier(2, 4)
+    left_empty = tlx.alloc_barriers(2, arrive_count=1)
+    # Read by two consumers of four warps and the storing one.
+    ring = Ring(
+        numbers=tlx.local_alloc((1,), tl.int32, TILE_STAGES),
+        full=tlx.alloc_warp_barrier(TILE_STAGES, 1),
+        empty=tlx.alloc_warp_barrier(TILE_STAGES, 9),
+    )
+    # At the named barrier 9 + cid a consumer waits for the other's dS.
+    consumer = Consumer(
+        k_tiles=k_tiles, v_tiles=v_tiles, k_full=k_full, k_empty=k_empty,
+        v_full=v_full, v_empty=v_empty,
+        q_tiles=q_tiles, do_tiles=do_tiles, lse_tiles=lse_tiles, delta_tiles=delta_tiles,
+        q_full=q_full, q_empty=q_empty, ds_tiles=ds_tiles, ds_stages=ds_stages,
+        dv_stages=dv_stages, left_full=left_full, left_empty=left_empty,
+        sum_stages=sum_stages, dq_stages=dq_stages,
+        sum_full=sum_full, sum_empty=sum_empty, summed=summed,
+        left=left, right=right, scale=scale, natural_scale=natural_scale,
+    )  # fmt: skip
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            count = 0
-            tile = 0
-            number = tl.program_id(0)
-            if BY_COUNTER:
-                taken = ask(COUNTER, True, 1)
-            turn = 0
-            while number >= 0:
-                first_row, rows = _unit(number, single, pairs)
-                if BY_COUNTER:
-                    number = answer(taken, 1)
-                    taken = ask(COUNTER, True, 1)
-                else:
-                    turn += 1
-                    number = turn * tl.num_programs(0) + dealt_place(turn, 1)
-                number = tl.where(number < units, number, -1)
-                next_row, _ = _unit(number, single, pairs)
-                for r in tl.range(first_row, first_row + rows):
-                    after = tl.where(r + 1 < first_row + rows, r + 1, next_row)
-                    hand_over(numbers, number_full, number_empty, tile, after)
-                    row = TILES + r * 10
-                    k_first, keys, first_j, kv_head = rows_of(row)
-                    out_first, queries, stats_first, q_begin, q_end = _queries(row)
-                    q_first = 0 if BROADCAST else out_first
-                    ks = tile % K_STAGES
-                    # The stage is left in the first step of the tile before.
-                    tlx.barrier_wait(k_empty[ks], (((tile + 1) // K_STAGES) & 1) ^ 1)
-                    tlx.barrier_expect_bytes(k_full[ks], 2 * TILE_BYTES)
-                    copy_rows(desc_k, k_tiles[ks], k_full[ks], k_first, keys, first_j, kv_head)
-                    blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
-                    for g in tl.range(0, GROUP):
-                        head = kv_head * GROUP + g
-                        for x in tl.range(0, blocks):
-                            m = q_begin + x * BLOCK_Q
-                            st = count % Q_STAGES
-                            tlx.barrier_wait(q_empty[st], ((count // Q_STAGES) & 1) ^ 1)
-                            full = q_full[st]
-                            tlx.barrier_expect_bytes(full, Q_BYTES)
-                            for u in tl.static_range(Q_TILES):
-                                at = Q_TILES * st + u
-                                i = m + 64 * u
-                                copy_rows(desc_q, q_tiles[at], full, q_first, queries, i, head)
-                                copy_rows(desc_do, do_tiles[at], full, out_first, queries, i, head)
-                                place = head.to(tl.int64) * stats + stats_first + i
-                                _copy_statistics(LSE2 + place, lse_tiles[at], full)
-                                _copy_statistics(DELTA + place, delta_tiles[at], full)
-                            # The values' one stage becomes free later than that of these queries.
-                            if (g == 0) & (x == 0):
-                                tlx.barrier_wait(v_empty[0], (tile & 1) ^ 1)
-                                tlx.barrier_expect_bytes(v_full[0], 2 * TILE_BYTES)
-                                for c in tl.static_range(2):
-                                    j = first_j + 64 * c
-                                    copy_rows(
-                                        desc_v, v_tiles[c], v_full[0], k_first, keys, j, kv_head
-                                    )
-                            count += 1
-                    tile += 1
-
-        with tlx.async_task(num_warps=4, registers=240, replicate=2):
-            cid: tl.constexpr = tlx.async_task_replica_id()
-            OPTIONS: tl.constexpr = Options(
-                cid=cid, TILES=Q_TILES, BLOCK_D=BLOCK_D, Q_STAGES=Q_STAGES, HEADS=HEADS,
-                WITH_DQ=WITH_DQ, WHOLE=WHOLE, ALONE=ALONE, DTYPE=DTYPE,
-            )  # fmt: skip
-            consumer = Consumer(
-                v_tile=v_tiles[cid], v_empty=v_empty[0],
+            _consume(0, consumer, ring, TABLE, single, pairs, SHAPE, EDGES, DTYPE)
+        with tlx.async_task(num_warps=4, registers=240):
+            _consume(1, consumer, ring, TABLE, single, pairs, SHAPE, EDGES, DTYPE)
+        with tlx.async_task(num_warps=1, registers=24):
+            to = Loads(
+                desc_q=desc_q, desc_k=desc_k, desc_v=desc_v, desc_do=desc_do,
+                LSE2=LSE2, DELTA=DELTA, k_tiles=k_tiles, v_tiles=v_tiles,
                 q_tiles=q_tiles, do_tiles=do_tiles, lse_tiles=lse_tiles, delta_tiles=delta_tiles,
+                k_full=k_full, k_empty=k_empty, v_full=v_full, v_empty=v_empty,
                 q_full=q_full, q_empty=q_empty,
-                ds_tiles=ds_tiles, ds_stages=ds_stages,
-                sum_stages=sum_stages, desc_sums=desc_sums, dq_stages=dq_stages, desc_dq=desc_dq,
-                left=left, right=right, scale=scale, natural_scale=natural_scale,
             )  # fmt: skip
-            count = 0
-            tile = 0
-            number, _ = _unit(tl.program_id(0), single, pairs)
-            while number >= 0:
-                row = TILES + number * 10
-                k_first, keys, first_j, kv_head = rows_of(row)
-                out_first, queries, stats_first, q_begin, q_end = _queries(row)
-                order = tl.load(row + 9) if WHOLE else 0
-                first_j += 64 * cid
-                blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
-                # The tile's first key as the queries count, from the first step's first one.
-                first = first_j - (keys - queries) - q_begin
-                # A consumer without keys has other steps. The first one has some in every tile.
-                mine = blocks
-                if cid > 0:
-                    mine = tl.where(first_j < keys, blocks, 0)
-                # In steps before `inner` the window begins for some key, from `outer` on it ends.
-                inner = 0
-                outer = mine
-                if HAS_RIGHT:
-                    inner = tl.maximum(first + 63 - right + BLOCK_Q - 1, 0) // BLOCK_Q
-                    inner = tl.minimum(inner, mine)
-                if HAS_LEFT:
-                    outer = tl.minimum(tl.maximum(first + left + 1, 0) // BLOCK_Q, mine)
-                ks = tile % K_STAGES
-                j = first + tl.arange(0, 64)
-                dk = tl.zeros([64, BLOCK_D], tl.float32)
-                dv = tl.zeros([64, BLOCK_D], tl.float32)
-                k_tile, k_before = k_tiles[ks], k_empty[(tile + 1) % K_STAGES]
-                tlx.barrier_wait(k_full[ks], (tile // K_STAGES) & 1)
-                tlx.barrier_wait(v_full[0], tile & 1)
-                for g in tl.range(0, GROUP):
-                    head = kv_head * GROUP + g
-                    sums = q_begin if BROADCAST else stats_first + q_begin
-                    sums = sums // 64 * HEADS + head
-                    x_first = 0
-                    x_last = blocks - 1
-                    if GROUP > 1:
-                        x_first = tl.where(g == 0, x_first, -1)
-                        x_last = tl.where(g == GROUP - 1, x_last, -1)
-                    this = Tile(
-                        k_tile, k_before, j, sums, out_first, queries, head, x_first, x_last, order
-                    )
-                    if HAS_RIGHT:
-                        dk, dv, count = steps(
-                            0, tl.minimum(inner, outer), consumer, this, dk, dv, count, OPTIONS, 1
-                        )
-                    if NARROW:
-                        dk, dv, count = steps(
-                            outer, inner, consumer, this, dk, dv, count, OPTIONS, 3
-                        )
-                    dk, dv, count = steps(inner, outer, consumer, this, dk, dv, count, OPTIONS, 0)
-                    if HAS_LEFT:
-                        begin = tl.maximum(inner, outer)
-                        dk, dv, count = steps(
-                            begin, mine, consumer, this, dk, dv, count, OPTIONS, 2
-                        )
-                    if cid > 0:
-                        count = steps_without_keys(mine, blocks, consumer, this, count, OPTIONS)
-                # Of the keys and dS nothing is read any more: the last to read them is dQ.
-                if not WITH_DQ or Q_TILES == 2:
-                    tlx.named_barrier_wait(11, 256)
-                elif count % 2 == cid:
-                    tlx.named_barrier_wait(11 + cid, 256)
-                else:
-                    tlx.named_barrier_arrive(12 - cid, 256)
-                tlx.local_store(dk_stages[2 * ks + cid], (dk * natural_scale).to(DTYPE))
-                if BLOCK_D == 64:
-                    tlx.local_store(ds_stages[cid], dv.to(DTYPE))
-                else:
-                    dv = tl.permute(tl.reshape(dv.to(DTYPE), [64, 2, 64]), [0, 2, 1])
-                    dv0, dv1 = tl.split(dv)
-                    tlx.local_store(ds_stages[cid], dv0)
-                    tlx.local_store(ds_stages[2 + cid], dv1)
-                tlx.fence("async_shared")
-                store_rows(desc_dk, dk_stages[2 * ks + cid], k_first, keys, first_j, kv_head)
-                for part in tl.static_range(BLOCK_D // 64):
-                    stage = ds_stages[2 * part + cid]
-                    store_columns(desc_dv, stage, k_first, keys, first_j, kv_head, 64 * part)
-                number = handed_over(numbers, number_full, number_empty, tile)
-                tile += 1
-            tlx.async_descriptor_store_wait(0)
+            load(to, ring, TABLE, COUNTER, single, pairs, units, stats, SHAPE)
+        with tlx.async_task(num_warps=1, registers=24):
+            of = Stores(
+                desc_dk=desc_dk, desc_dv=desc_dv, desc_dq=desc_dq, desc_sums=desc_sums,
+                sum_stages=sum_stages, dq_stages=dq_stages, dv_stages=dv_stages,
+                sum_full=sum_full, sum_empty=sum_empty, summed=summed,
+                left_full=left_full, left_empty=left_empty,
+            )  # fmt: skip
+            store(of, ring, TABLE, single, pairs, SHAPE)

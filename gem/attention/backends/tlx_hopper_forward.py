@@ -158,7 +158,7 @@ def hopper_forward_kernel(
             count = 0
             number = tl.program_id(0)
             if COUNTER:
-                taken = ask(COUNTERS, True, TEAM)
+                taken = ask(COUNTERS, True, TEAM, 128)
             row = row_of(TILES, 0, turns, number, TEAM, COUNTER)
             k_first, keys, begin, end = keys_of(row, WINDOW)
             out_first, queries, first_i, head = rows_of(row)
@@ -166,10 +166,10 @@ def hopper_forward_kernel(
                 for _ in tl.range(0, (number >= 0).to(tl.int32) if COUNTER else 1):
                     # Loaded one turn ahead: the table's latency would hold up a tile's first copy.
                     if COUNTER:
-                        number = answer(taken, TEAM)
+                        number = answer(taken, TEAM, 128)
                         number = tl.where(number < tiles, number, -1)
                         # Nobody would work on what the bound leaves no turn for.
-                        taken = ask(COUNTERS, turn + 2 < turns, TEAM)
+                        taken = ask(COUNTERS, turn + 2 < turns, TEAM, 128)
                         hand_over(numbers, tile_full, tile_empty, turn, number)
                     row = row_of(TILES, turn + 1, turns, number, TEAM, COUNTER)
                     n_k_first, n_keys, n_begin, n_end = keys_of(row, WINDOW)

@@ -1,0 +1,269 @@
+"""What two single warps of `tlx_hopper_backward` do: one copies tiles in, one results out.
+
+A consumer that issued its copies itself would wait for the copy engine, which takes one at a time
+and has those to shared memory to do as well: 1200 cycles at the end of every tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gem.attention.backends.tlx_common import (
+    answer,
+    ask,
+    copy_rows,
+    dealt_place,
+    hand_over,
+    handed_over,
+    rows_of,
+    store_rows,
+    wait_for_writes,
+)
+
+
+class Ring(NamedTuple):
+    """Stages for the numbers of tiles on their way from the loading warp to all others."""
+
+    numbers: tlx.buffered_tensor
+    full: tlx.mbarrier
+    empty: tlx.mbarrier
+
+
+class Shape(NamedTuple):
+    """Constants of the kernel.
+
+    Attributes:
+        TILES: of 64 queries, in a step.
+        WHOLE: some samples are whole; ALONE: those with one tile of keys have no sums.
+    """
+
+    TILES: tl.constexpr
+    BLOCK_D: tl.constexpr
+    K_STAGES: tl.constexpr
+    Q_STAGES: tl.constexpr
+    GROUP: tl.constexpr
+    HEADS: tl.constexpr
+    BROADCAST: tl.constexpr
+    BY_COUNTER: tl.constexpr
+    WITH_DQ: tl.constexpr
+    WHOLE: tl.constexpr
+    ALONE: tl.constexpr
+
+
+@triton.jit
+def unit(number, single, pairs):
+    """(first row, rows) of what a CTA takes at a time, of `schedule.KeyTiles`."""
+    pair = (number >= single) & (number < single + pairs)
+    return number + tl.minimum(tl.maximum(number - single, 0), pairs), 1 + pair.to(tl.int32)
+
+
+@triton.jit
+def queries_of(row):
+    """(first row, number) of the sample's queries, first of their statistics, (begin, end) seen."""
+    return (
+        tl.load(row),
+        tl.load(row + 1),
+        tl.load(row + 8),
+        tl.load(row + 2),
+        tl.load(row + 3),
+    )
+
+
+@triton.jit
+def _copy_statistics(x, buffer, barrier):
+    """Copies a number of each of 64 queries."""
+    tlx.async_load(x, buffer, bulk=True, bulk_size=256, barrier=barrier)
+
+
+class Loads(NamedTuple):
+    """Where tiles come from and go to, with the barriers of their stages.
+
+    Attributes:
+        k_tiles: K_STAGES of both consumers' keys; v_tiles: a consumer's values, for each.
+        q_tiles, do_tiles, lse_tiles, delta_tiles: TILES * Q_STAGES.
+    """
+
+    desc_q: tl.tensor_descriptor
+    desc_k: tl.tensor_descriptor
+    desc_v: tl.tensor_descriptor
+    desc_do: tl.tensor_descriptor
+    LSE2: tl.tensor
+    DELTA: tl.tensor
+    k_tiles: tlx.buffered_tensor
+    v_tiles: tlx.buffered_tensor
+    q_tiles: tlx.buffered_tensor
+    do_tiles: tlx.buffered_tensor
+    lse_tiles: tlx.buffered_tensor
+    delta_tiles: tlx.buffered_tensor
+    k_full: tlx.mbarrier
+    k_empty: tlx.mbarrier
+    v_full: tlx.mbarrier
+    v_empty: tlx.mbarrier
+    q_full: tlx.mbarrier
+    q_empty: tlx.mbarrier
+
+
+@triton.jit
+def load(to, ring, TABLE, COUNTER, single, pairs, units, stats, SHAPE: tl.constexpr):
+    """Copies all tiles in, and hands their numbers on."""
+    TILE_BYTES: tl.constexpr = 64 * SHAPE.BLOCK_D * 2
+    BLOCK_Q: tl.constexpr = 64 * SHAPE.TILES
+    Q_BYTES: tl.constexpr = 2 * SHAPE.TILES * (TILE_BYTES + 256)
+    count = 0
+    tile = 0
+    number = tl.program_id(0)
+    if SHAPE.BY_COUNTER:
+        taken = ask(COUNTER, True, 1, 32)
+    turn = 0
+    while number >= 0:
+        first_row, rows = unit(number, single, pairs)
+        if SHAPE.BY_COUNTER:
+            number = answer(taken, 1, 32)
+            taken = ask(COUNTER, True, 1, 32)
+        else:
+            turn += 1
+            number = turn * tl.num_programs(0) + dealt_place(turn, 1)
+        number = tl.where(number < units, number, -1)
+        next_row, _ = unit(number, single, pairs)
+        for r in tl.range(first_row, first_row + rows):
+            after = tl.where(r + 1 < first_row + rows, r + 1, next_row)
+            hand_over(ring.numbers, ring.full, ring.empty, tile, after)
+            row = TABLE + r * 10
+            k_first, keys, first_j, kv_head = rows_of(row)
+            out_first, queries, stats_first, q_begin, q_end = queries_of(row)
+            q_first = 0 if SHAPE.BROADCAST else out_first
+            ks = tile % SHAPE.K_STAGES
+            tlx.barrier_wait(to.k_empty[ks], ((tile // SHAPE.K_STAGES) & 1) ^ 1)
+            tlx.barrier_expect_bytes(to.k_full[ks], 2 * TILE_BYTES)
+            copy_rows(to.desc_k, to.k_tiles[ks], to.k_full[ks], k_first, keys, first_j, kv_head)
+            blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
+            for g in tl.range(0, SHAPE.GROUP):
+                head = kv_head * SHAPE.GROUP + g
+                for x in tl.range(0, blocks):
+                    m = q_begin + x * BLOCK_Q
+                    st = count % SHAPE.Q_STAGES
+                    tlx.barrier_wait(to.q_empty[st], ((count // SHAPE.Q_STAGES) & 1) ^ 1)
+                    full = to.q_full[st]
+                    tlx.barrier_expect_bytes(full, Q_BYTES)
+                    for u in tl.static_range(SHAPE.TILES):
+                        at = SHAPE.TILES * st + u
+                        i = m + 64 * u
+                        copy_rows(to.desc_q, to.q_tiles[at], full, q_first, queries, i, head)
+                        copy_rows(to.desc_do, to.do_tiles[at], full, out_first, queries, i, head)
+                        place = head.to(tl.int64) * stats + stats_first + i
+                        _copy_statistics(to.LSE2 + place, to.lse_tiles[at], full)
+                        _copy_statistics(to.DELTA + place, to.delta_tiles[at], full)
+                    # The values' one stage becomes free later than that of these queries.
+                    if (g == 0) & (x == 0):
+                        tlx.barrier_wait(to.v_empty[0], (tile & 1) ^ 1)
+                        tlx.barrier_expect_bytes(to.v_full[0], 2 * TILE_BYTES)
+                        for c in tl.static_range(2):
+                            copy_rows(
+                                to.desc_v, to.v_tiles[c], to.v_full[0], k_first, keys,
+                                first_j + 64 * c, kv_head,
+                            )  # fmt: skip
+                    count += 1
+            tile += 1
+
+
+class Stores(NamedTuple):
+    """Where results are and go to, with the barriers of their stages.
+
+    Attributes:
+        sum_stages: dQ of a step, TILES, in float32, with sum_full and sum_empty.
+        dq_stages: in the same place, 2 * TILES `[64, BLOCK_D]`: dQ without sums, and dK.
+        dv_stages: in place of dS. Of both, every TILES-th is used, one for each consumer.
+        summed: the barrier to say that all dQ of a tile has left, so that dK can follow.
+        left_full, left_empty: of dK and dV, one for each consumer.
+    """
+
+    desc_dk: tl.tensor_descriptor
+    desc_dv: tl.tensor_descriptor
+    desc_dq: tl.tensor_descriptor
+    desc_sums: tl.tensor_descriptor
+    sum_stages: tlx.buffered_tensor
+    dq_stages: tlx.buffered_tensor
+    dv_stages: tlx.buffered_tensor
+    sum_full: tlx.mbarrier
+    sum_empty: tlx.mbarrier
+    summed: tlx.mbarrier
+    left_full: tlx.mbarrier
+    left_empty: tlx.mbarrier
+
+
+@triton.jit
+def store(of, ring, TABLE, single, pairs, SHAPE: tl.constexpr):
+    """Copies all results out.
+
+    dQ of whole samples is written by the first tile of keys, to which the second adds; if it is
+    alone, it has no sums.
+    """
+    TILES: tl.constexpr = SHAPE.TILES
+    BLOCK_Q: tl.constexpr = 64 * TILES
+    count = 0
+    tile = 0
+    number, _ = unit(tl.program_id(0), single, pairs)
+    while number >= 0:
+        row = TABLE + number * 10
+        k_first, keys, first_j, kv_head = rows_of(row)
+        if SHAPE.WITH_DQ:
+            out_first, queries, stats_first, q_begin, q_end = queries_of(row)
+            order = tl.load(row + 9) if SHAPE.WHOLE else 0
+            blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
+            if SHAPE.WHOLE:
+                if order == 2:  # the sums that the tile before has written are in place
+                    wait_for_writes()
+            for g in tl.range(0, SHAPE.GROUP):
+                head = kv_head * SHAPE.GROUP + g
+                sums = q_begin if SHAPE.BROADCAST else stats_first + q_begin
+                sums = sums // 64 * SHAPE.HEADS + head
+                for x in tl.range(0, blocks):
+                    for u in tl.static_range(TILES):
+                        tlx.barrier_wait(of.sum_full[u], count & 1)
+                        _store_dq(
+                            of, u, x * TILES + u, sums, out_first, queries, head, order, SHAPE
+                        )
+                    tlx.async_descriptor_store_wait(0)
+                    # After a tile's last step the stage may have dK before it has dQ again.
+                    last = (g == SHAPE.GROUP - 1) & (x == blocks - 1)
+                    if TILES == 2:
+                        tlx.barrier_arrive(of.sum_empty[0])
+                        tlx.barrier_arrive(of.sum_empty[1])
+                    else:
+                        tlx.barrier_arrive(of.sum_empty[0], pred=not last)
+                        tlx.barrier_arrive(of.summed[0], pred=last)
+                    count += 1
+        for c in tl.static_range(2):
+            j = first_j + 64 * c
+            tlx.barrier_wait(of.left_full[c], tile & 1)
+            store_rows(of.desc_dv, of.dv_stages[TILES * c], k_first, keys, j, kv_head)
+            dk_stage = of.dv_stages[2 * c + 1] if TILES == 2 else of.dq_stages[c]
+            store_rows(of.desc_dk, dk_stage, k_first, keys, j, kv_head)
+            tlx.async_descriptor_store_wait(0)
+            tlx.barrier_arrive(of.left_empty[c])
+        if SHAPE.WITH_DQ and TILES == 1:
+            tlx.barrier_arrive(of.sum_empty[0])
+        number = handed_over(ring.numbers, ring.full, ring.empty, tile)
+        tile += 1
+
+
+@triton.jit
+def _store_dq(of, u, number, sums, out_first, queries, head, order, SHAPE: tl.constexpr):
+    """Adds a tile of 64 queries' dQ, the head's `number`, to the sums, or writes them, or dQ."""
+    alone = order == 3 if SHAPE.ALONE else False
+    if alone:
+        store_rows(of.desc_dq, of.dq_stages[2 * u], out_first, queries, 64 * number, head)
+    else:
+        place = (sums + number * SHAPE.HEADS) * (2 * SHAPE.BLOCK_D)
+        # Without ALONE the only tile (3) is a first one too.
+        fresh = order == 1 if SHAPE.ALONE else order % 2 == 1
+        if fresh:
+            tlx.async_descriptor_store(of.desc_sums, of.sum_stages[u], [place, 0])
+        else:
+            tlx.async_descriptor_store(
+                of.desc_sums, of.sum_stages[u], [place, 0], store_reduce="add"
+            )
