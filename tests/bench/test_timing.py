@@ -24,10 +24,13 @@ class Sleeper:
         time.sleep(self.seconds)
 
 
-def test_a_checked_call_of_more_than_half_a_second_is_the_measurement():
+@pytest.mark.parametrize(("device", "timer"), [("cpu", "wall"), ("cuda", "events")])
+def test_a_checked_call_of_more_than_half_a_second_is_the_measurement(device, timer):
+    """Whatever the device, which is not asked again."""
     call = Sleeper(0.0)
-    timing = measure([call], CPU, first=Launch(0.2, 0.6))
+    timing = measure([call], torch.device(device), first=Launch(0.2, 0.6))
     assert (timing.ms, timing.host_us, call.runs) == (600.0, 2e5, 0)
+    assert timing.timer == timer
 
 
 def test_slow_calls_run_on_one_input_set(monkeypatch):
