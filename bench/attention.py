@@ -181,7 +181,16 @@ def run(args: argparse.Namespace, command: str) -> int:
                 continue
             ours = [c.name for c in chosen if c.ours]
             entries = [
-                summarise(row, p, measured.outcomes[p], measured.yardstick, ceilings, ours, dtype)
+                summarise(
+                    row,
+                    p,
+                    measured.outcomes[p],
+                    measured.yardstick,
+                    ceilings,
+                    ours,
+                    dtype,
+                    measured.matmul[p],
+                )
                 | {
                     "deterministic": args.deterministic,
                     "contenders": args.contenders,

@@ -53,10 +53,11 @@ def number(value: float | None, form: str) -> str:
 
 
 def tail(entry: dict) -> list[str]:
-    """ratio, share of the roofline, error ratio."""
+    """ratio, shares of the roofline (the second one not in older files), error ratio."""
     return [
         number(entry["ratio"], "{:.2f}"),
         number(entry["roofline_share"], "{:.0%}"),
+        number(entry.get("hot_share"), "{:.0%}"),
         number(entry["error_ratio"], "{:.2f}"),
     ]
 
@@ -72,7 +73,7 @@ def print_tables(data: dict, console: Console | None = None) -> None:
             title += f"; geometric mean of ratio {mean:.3f}"
         table = Table(title=title, title_justify="left", pad_edge=False)
         table.add_column("row", no_wrap=True)
-        for column in [*names, "ratio", "roof", "error"]:
+        for column in [*names, "ratio", "roof", "hot", "error"]:
             table.add_column(column, justify="right", no_wrap=True)
         for entry in rows:
             texts = cells(entry, names)
@@ -116,7 +117,7 @@ def markdown(data: dict) -> str:
         lines += [f"### {name}, {direction}", ""]
         if mean is not None:
             lines += [f"Geometric mean of the ratio: {mean:.2f}.", ""]
-        head = ["row", *names, "ratio", "roofline", "error"]
+        head = ["row", *names, "ratio", "roofline", "hot", "error"]
         lines += ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
         for entry in rows:
             texts = cells(entry, names)

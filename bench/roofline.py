@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from bench.shapes import Row
 from bench.timing import measure
@@ -13,17 +16,20 @@ def measure_ceilings(dtype: torch.dtype, device: torch.device) -> dict[str, floa
 
     On a GPU the product is 8192^3 and the copy 4 GiB, counted read and written.
     """
-    n, size = (8192, 2**32) if device.type == "cuda" else (256, 2**24)
+    size = 2**32 if device.type == "cuda" else 2**24
+    product, flops = matmul(dtype, device)
     return {
-        "matmul_tflops": 2 * n**3 / _matmul_ms(n, dtype, device) / 1e9,
+        "matmul_tflops": flops / measure([product], device, 100.0).ms / 1e9,
         "copy_tb_s": 2 * size / _copy_ms(size, device) / 1e9,
     }
 
 
-def _matmul_ms(n: int, dtype: torch.dtype, device: torch.device) -> float:
+def matmul(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], Tensor], int]:
+    """A call that multiplies two random square matrices, and its FLOPs."""
+    n = 8192 if device.type == "cuda" else 256
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return measure([lambda: torch.mm(a, b, out=out)], device, 100.0).ms
+    return lambda: torch.mm(a, b, out=out), 2 * n**3
 
 
 def _copy_ms(size: int, device: torch.device) -> float:

@@ -1,6 +1,6 @@
 """One row of the benchmark: every contender on the same fresh data, checked and then timed.
 
-Each is timed alone; those that come out close together are then timed in turns (bench/turns.py).
+Each is timed alone; those in front are then timed in turns, with the matmul (bench/turns.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench.peers.base import Contender, Route, Unavailable
 from bench.roofline import roofline_ms
 from bench.shapes import Row
 from bench.timing import Timing, is_slow, measure, short_reason, synchronize, with_peak
-from bench.turns import retime
+from bench.turns import MATMUL, HotMatmul, retime
 from gem.attention.testing import Comparison, Judge
 
 PASSES = ("forward", "backward")
@@ -72,12 +72,14 @@ class Measured:
         yardstick: its errors by tensor, each (by maximum, by root mean square).
         input_sets: how many take turns in fast calls.
         judge_s: wall seconds of the data, the reference and the yardstick.
+        matmul: by pass, what the matmul reached in the turns.
     """
 
     outcomes: dict[str, dict[str, Outcome]]
     yardstick: dict[str, tuple[float, float]]
     input_sets: int
     judge_s: float
+    matmul: dict[str, HotMatmul]
 
 
 def measure_row(
@@ -97,9 +99,10 @@ def measure_row(
         faults: reasons not to run a (contender, pass), from an earlier run that it ended.
 
     Raises:
-        DeviceLost: if the GPU does not answer after a contender.
+        DeviceLost: if the GPU does not answer after a contender or the matmul.
     """
     began = time.perf_counter()
+    faults = faults or {}
     l2 = 0
     if device.type == "cuda":
         l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 60 * 2**20
@@ -109,12 +112,15 @@ def measure_row(
     judge_s = time.perf_counter() - began
     outcomes: dict[str, dict[str, Outcome]] = {p: {} for p in passes}
     for contender in contenders:
-        found = run_contender(contender, problems, passes, judge, min_ms, faults or {})
+        found = run_contender(contender, problems, passes, judge, min_ms, faults)
         for direction, outcome in found.items():
             outcomes[direction][contender.name] = outcome
+    matmul: dict[str, HotMatmul] = {}
     for direction, found in outcomes.items():
-        outcomes[direction] = retime(contenders, found, problems, direction, min_ms)
-    return Measured(outcomes, judge.yardstick, len(problems), judge_s)
+        outcomes[direction], matmul[direction] = retime(
+            contenders, found, problems, direction, min_ms, faults
+        )
+    return Measured(outcomes, judge.yardstick, len(problems), judge_s, matmul)
 
 
 def run_contender(
@@ -225,8 +231,12 @@ def summarise(
     ceilings: dict[str, float],
     ours: Iterable[str],
     dtype: torch.dtype = torch.bfloat16,
+    matmul: HotMatmul | None = None,
 ) -> dict:
-    """The row's entry in the results file; `ours` are the names that are no peers."""
+    """The row's entry in the results file; `ours` are the names that are no peers.
+
+    `hot_share` is `roofline_share` at the rate that the matmul had in the same turns.
+    """
     timed = {n: o for n, o in outcomes.items() if o.timing is not None and o.holds}
     flops = row.flops(direction)
     ms = {n: o.timing.ms for n, o in timed.items()}
@@ -235,6 +245,10 @@ def summarise(
     peer_best = min((n for n in ms if n not in ours), key=ms.get, default=None)
     floor = roofline_ms(row, direction, ceilings, dtype.itemsize)
     mine = outcomes[our_best] if our_best else None
+    matmul, hot_share = matmul or HotMatmul(), None
+    if matmul.tflops and mine and mine.timing.timer == "turns":
+        hot = {**ceilings, "matmul_tflops": matmul.tflops}
+        hot_share = roofline_ms(row, direction, hot, dtype.itemsize) / ms[our_best]
     names = ("out",) if direction == "forward" else GRADIENTS
     return {
         "set": row.set,
@@ -259,12 +273,15 @@ def summarise(
         "cost_s": {n: round(o.cost_s, 4) for n, o in outcomes.items() if o.cost_s},
         "peak_gib": {n: o.peak_gib for n, o in timed.items() if o.peak_gib is not None},
         "routes": {n: o.route for n, o in timed.items() if o.route},
-        "notes": {n: o.timing.note for n, o in timed.items() if o.timing.note},
+        "notes": {n: o.timing.note for n, o in timed.items() if o.timing.note}
+        | ({MATMUL: matmul.note} if matmul.note else {}),
         "ours": our_best,
         "best_peer": peer_best,
         "ratio": ms[peer_best] / ms[our_best] if our_best and peer_best else None,
         "roofline_us": floor * 1e3,
         "roofline_share": floor / ms[our_best] if our_best else None,
+        "matmul_tflops": matmul.tflops,
+        "hot_share": hot_share,
         "errors": _errors(mine) if mine else None,
         "yardstick": {n: list(yardstick[n]) for n in names},
         "error_ratio": mine.error_ratio if mine else None,

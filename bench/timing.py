@@ -44,8 +44,8 @@ class Timing:
     Attributes:
         ms: GPU milliseconds of one call, the median over its repeats (in "turns" over the rounds'
             medians); by "events" at most so many.
-        timer: "turns" (graphs that took turns with those of contenders about as fast), "graph"
-            (one alone), "profiler", "events" or (on a CPU) "wall".
+        timer: "turns" (graphs that took turns with those of others), "graph" (one alone),
+            "profiler", "events" or (on a CPU) "wall".
         host_us: microseconds until a call has been launched, without waiting for it.
         note: why it is not the time of a graph, or of turns that were tried, where that is so.
     """

@@ -1,8 +1,9 @@
-"""The second timing of contenders that the first left close together.
+"""The second timing of those that the first left in front, with the matmul among them.
 
-A GPU at its power limit lowers its clock, by up to 10%, as it gets hot. Contenders that were timed
-one after the other met different clocks, so that a few percent between them say nothing. Here they
-take turns, and all meet the same.
+A GPU at its power limit lowers its clock as it gets hot. Contenders that were timed one after the
+other met different clocks, so that a few percent between them say nothing. Here they take turns,
+and all meet the same. So does the matmul whose rate the roofline takes: its rate here is what the
+tensor cores give at the contenders' clock.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from bench.lost import check_device
 from bench.peers.base import Contender, Route
+from bench.roofline import matmul
 from bench.timing import ONE_SET, in_rounds, short_reason
 from gem.attention.testing import Problem
 
@@ -27,18 +30,33 @@ if TYPE_CHECKING:
 NEAR = 1.25
 ROUNDS = 5
 ROUND = 1 / 4  # of the repeats of a first timing
+MATMUL = "matmul"
 
 
-def close_ones(outcomes: Mapping[str, Outcome]) -> list[str]:
-    """Names of those within NEAR of the pass's fastest, or none where they are not two at least.
+@dataclasses.dataclass(frozen=True)
+class HotMatmul:
+    """The matmul among a pass's turns: its rate, or why it has none; neither without turns."""
 
-    Only a graph can take turns, and calls of more than ONE_SET seconds would take long.
+    tflops: float | None = None
+    note: str | None = None
+
+
+def close_ones(outcomes: Mapping[str, Outcome], ours: Collection[str]) -> list[str]:
+    """Names of those within NEAR of the fastest of their side: `ours`, and the peers.
+
+    So the two that the ratio compares are among them however far apart, and whoever may take
+    their place once they are hot. Only a graph can take turns, and calls of more than ONE_SET
+    seconds would take long.
     """
     timings = {name: o.timing for name, o in outcomes.items() if o.timing is not None}
-    fastest = min((timing.ms for timing in timings.values()), default=0.0)
-    limit = min(NEAR * fastest, ONE_SET * 1e3)
-    close = [n for n, timing in timings.items() if timing.timer == "graph" and timing.ms <= limit]
-    return close if len(close) > 1 else []
+    fastest = {True: math.inf, False: math.inf}
+    for name, timing in timings.items():
+        fastest[name in ours] = min(fastest[name in ours], timing.ms)
+    return [
+        name
+        for name, timing in timings.items()
+        if timing.timer == "graph" and timing.ms <= min(NEAR * fastest[name in ours], ONE_SET * 1e3)
+    ]
 
 
 def retime(
@@ -47,25 +65,28 @@ def retime(
     problems: Sequence[Problem],
     direction: str,
     min_ms: float,
-) -> dict[str, Outcome]:
-    """A pass's outcomes, those of `close_ones` with the milliseconds of turns.
+    faults: Mapping[tuple[str, str], str] | None = None,
+) -> tuple[dict[str, Outcome], HotMatmul]:
+    """A pass's outcomes, those of `close_ones` with the milliseconds of turns; the matmul's rate.
 
-    One that fails keeps its first figure, with a note; so does a single one that is left. What it
-    costs counts for those that took part, in equal parts.
+    One that fails keeps its first figure, with a note; so does a single one that is left, without
+    even the matmul. What it costs counts for the contenders that took part, in equal parts.
 
     Args:
-        min_ms: of repeats of the first timing; a round has ROUND of it for each contender.
+        min_ms: of repeats of the first timing; a round has ROUND of it for each.
+        faults: by (name, pass), of an earlier run that it ended; here it is asked for MATMUL.
 
     Raises:
-        DeviceLost: if the GPU does not answer after a contender.
+        DeviceLost: if the GPU does not answer after a contender or the matmul.
     """
-    close = close_ones(outcomes)
+    close = close_ones(outcomes, {c.name for c in contenders if c.ours})
     if not close:
-        return dict(outcomes)
+        return dict(outcomes), HotMatmul()
+    fault = (faults or {}).get((MATMUL, direction))
     began, device = time.perf_counter(), problems[0].q.device
     labels = {c: outcomes[c.name].route for c in contenders if c.name in close}
     try:
-        ms, notes = _take_turns(labels, problems, direction, min_ms * ROUND)
+        ms, notes, flops = _take_turns(labels, problems, direction, min_ms * ROUND, fault)
     finally:
         if device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # where the device is lost
@@ -79,28 +100,36 @@ def retime(
         elif len(ms) > 1:
             timing = dataclasses.replace(timing, ms=ms[name], timer="turns")
         found[name] = dataclasses.replace(outcomes[name], timing=timing, cost_s=cost_s)
-    return found
+    rate = flops / ms[MATMUL] / 1e9 if MATMUL in ms and len(ms) > 1 else None
+    return found, HotMatmul(rate, notes.get(MATMUL))
 
 
 def _take_turns(
-    labels: Mapping[Contender, str], problems: Sequence[Problem], direction: str, min_ms: float
-) -> tuple[dict[str, float], dict[str, str]]:
-    """By name, milliseconds of a contender's route of that label, and why others have none.
+    labels: Mapping[Contender, str],
+    problems: Sequence[Problem],
+    direction: str,
+    min_ms: float,
+    fault: str | None,
+) -> tuple[dict[str, float], dict[str, str], int]:
+    """By name, milliseconds of a contender's route of that label and of the matmul; why others
+    have none; FLOPs of the matmul, which a `fault` leaves out.
 
     The routes are built anew, for the first ones are gone, with the same shapes, for which all
     that compiles has kept its kernels.
     """
     routes: dict[str, list[Route]] = {}
-    notes: dict[str, str] = {}
+    notes: dict[str, str] = {MATMUL: fault} if fault else {}
+    flops, device = 0, problems[0].q.device
 
     def give_up(name: str, error: Exception) -> None:
         # What broke a capture comes before the capture's own complaint.
-        notes[name] = f"timed alone: {short_reason(error.__context__ or error)}"
+        kept = "no rate in turns" if name == MATMUL else "timed alone"
+        notes[name] = f"{kept}: {short_reason(error.__context__ or error)}"
         error.__traceback__ = error.__context__ = None  # their frames hold tensors
         for route in routes.get(name, ()):
             route.release()
         gc.collect()
-        check_device(problems[0].q.device, name, direction)
+        check_device(device, name, direction)
 
     try:
         for contender, label in labels.items():
@@ -116,8 +145,13 @@ def _take_turns(
             for name, made in routes.items()
             if name not in notes
         }
-        device = problems[0].q.device
-        return in_rounds(calls, device, ROUNDS, min_ms, on_failure=give_up), notes
+        if not fault:
+            try:  # after the contenders, which have the first claim to memory
+                product, flops = matmul(problems[0].q.dtype, device)
+                calls[MATMUL] = [product]
+            except Exception as error:  # noqa: BLE001 - a contender may have left no memory
+                give_up(MATMUL, error)
+        return in_rounds(calls, device, ROUNDS, min_ms, on_failure=give_up), notes, flops
     finally:
         for made in routes.values():
             for route in made:

@@ -209,6 +209,7 @@ def test_a_run_measures_every_row_and_resumes(tmp_path, capsys, monkeypatch):
         assert r["ratio"] == pytest.approx(r["ms"]["sdpa_padded"] / r["ms"]["torch"])
         assert r["skipped"]["fa3"] == "needs a CUDA device"
         assert set(r["timer"].values()) == {"wall"} and r["error_ratio"] < 2.1
+        assert r["matmul_tflops"] is r["hot_share"] is None  # no turns on a CPU
         assert set(r["errors"]) == ({"out"} if r["pass"] == "forward" else {"dq", "dk", "dv"})
         assert set(r["cost_s"]) == {"torch", "sdpa_padded"} and r["judge_s"] > 0
         assert r["cost_s"]["torch"] >= 0.01

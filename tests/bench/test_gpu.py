@@ -101,6 +101,8 @@ def test_twins_take_turns_and_nothing_is_compiled_again(name, monkeypatch):
         for outcome in outcomes.values():
             assert outcome.timing.timer == "turns", outcome
             assert outcome.timing.ms > 0 and outcome.timing.note is None
+    for matmul in measured.matmul.values():
+        assert matmul.tflops > 0 and matmul.note is None
 
 
 class Renamed(Contender):

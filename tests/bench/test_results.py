@@ -12,6 +12,7 @@ from bench.roofline import roofline_ms
 from bench.row import Outcome, best, summarise
 from bench.shapes import Row
 from bench.timing import Timing
+from bench.turns import HotMatmul
 from gem.attention.testing import Comparison
 
 ROW = Row("broadcast", "a", 2, 4, 8, 3, 2, queries=5, equal=True)
@@ -65,6 +66,32 @@ def test_roofline_takes_the_longer_of_compute_and_memory():
     made = entry()
     assert made["roofline_share"] == pytest.approx(memory / 2.0)
     assert made["roofline_us"] == pytest.approx(memory * 1e3)
+
+
+def test_the_hot_share_takes_the_rate_of_the_matmul_in_the_same_turns():
+    ceilings = {"matmul_tflops": 1e-3, "copy_tb_s": 1.0}
+    compute = ROW.flops("forward") / 1e-3 / 1e9
+    memory = ROW.bytes("forward") / 1e12 * 1e3
+
+    def share(timer, matmul):
+        known = {"fa3": outcome(3.0, timer="turns"), "triton": outcome(2.0, timer=timer)}
+        return summarise(
+            ROW, "forward", known, YARDSTICK, ceilings, ["triton"], torch.bfloat16, matmul
+        )
+
+    made = share("turns", HotMatmul(0.8e-3))
+    assert made["matmul_tflops"] == 0.8e-3 and made["notes"] == {}
+    assert made["roofline_share"] == pytest.approx(compute / 2.0)
+    assert made["hot_share"] == pytest.approx(compute / 0.8 / 2.0)
+    # The copy keeps its rate.
+    assert share("turns", HotMatmul(1e3))["hot_share"] == pytest.approx(memory / 2.0)
+    made = share("graph", HotMatmul(0.8e-3))
+    assert made["matmul_tflops"] == 0.8e-3 and made["hot_share"] is None
+    made = share("turns", HotMatmul(None, "no memory"))
+    assert made["matmul_tflops"] is made["hot_share"] is None
+    assert made["notes"] == {"matmul": "no memory"}
+    made = share("turns", None)
+    assert made["matmul_tflops"] is made["hot_share"] is None
 
 
 def test_the_best_route_is_the_fastest_that_holds_the_rule():
@@ -161,6 +188,12 @@ def test_tables_and_pages_show_speed_breaks_and_means(tmp_path, capsys):
     text = markdown(data)
     assert "| a | **3.000/0** | broken (500.0) | <900.000/0 | **2.000/0** | 1.50 |" in text
     assert "Geometric mean of the ratio: 1.50." in text
+    assert "ratio | roofline | hot | error |" in text
+    hot = {**data, "rows": [made | {"roofline_share": 0.5, "hot_share": 0.625}]}
+    assert "| 1.50 | 50% | 62% | 1.00 |" in markdown(hot)
+    older = {n: v for n, v in made.items() if n not in ("hot_share", "matmul_tflops")}
+    assert markdown({**data, "rows": [older]}) == text and "% | - | 1.00 |" in text
+    print_tables({**data, "rows": [older]})
     print_tables(data)
     shown = capsys.readouterr().out
     assert "broken (500.0)" in shown and "geometric mean of ratio 1.500" in shown

@@ -1,4 +1,4 @@
-"""Contenders that are close together are timed once more, in turns; on a CPU without graphs."""
+"""The fastest are timed once more, in turns with the matmul; on a CPU without graphs."""
 
 import gc
 
@@ -14,10 +14,11 @@ from bench.peers.padded import PaddedRoute
 from bench.row import Outcome, measure_row
 from bench.shapes import Row
 from bench.timing import Timing, in_rounds
-from bench.turns import close_ones, retime
+from bench.turns import HotMatmul, close_ones, retime
 from tests.bench.problems import problem_of
 
 CPU = torch.device("cpu")
+FLOPS = 2 * 256**3  # of the matmul on a CPU
 
 
 def outcome(ms, timer="graph", **options):
@@ -27,8 +28,8 @@ def outcome(ms, timer="graph", **options):
 class Made(Contender):
     """Routes by label: `good`, or `bad`, whose backward cannot be prepared."""
 
-    def __init__(self, name):
-        self.name, self.built = name, []
+    def __init__(self, name, ours=False):
+        self.name, self.ours, self.built = name, ours, []
 
     def routes(self, problems):
         def build(kind):
@@ -66,7 +67,8 @@ def rounds(ms, failing=()):
     def take(contenders, device, rounds, min_ms, on_failure):
         seen.append((list(contenders), rounds, min_ms))
         for name, calls in contenders.items():
-            assert len(calls) == 2 and all(call() is not None for call in calls)
+            assert len(calls) == (1 if name == "matmul" else 2)
+            assert all(call() is not None for call in calls)
             if name in failing:
                 on_failure(name, RuntimeError("no capture"))
         return {name: ms[name] for name in contenders if name not in failing}
@@ -79,45 +81,52 @@ def problems():
     return [problem_of("self"), problem_of("self")]
 
 
-def test_close_ones_are_near_the_fastest_of_all_and_have_graphs():
-    close = {"a": outcome(1.0), "b": outcome(1.25), "c": outcome(1.26), "d": Outcome(skipped="no")}
-    assert close_ones(close) == ["a", "b"]
-    assert close_ones(close | {"a": outcome(1.0, "profiler")}) == []
-    assert close_ones(close | {"a": outcome(1.1, "events")}) == ["b", "c"]
-    assert close_ones(close | {"e": outcome(0.5)}) == []
-    assert close_ones({name: outcome(101.0) for name in "ab"}) == []
-    assert close_ones({}) == []
+def test_those_near_the_fastest_of_their_side_take_turns_where_a_graph_can():
+    first = {"a": outcome(1.0), "b": outcome(1.25), "c": outcome(1.26), "d": Outcome(skipped="no")}
+    assert close_ones(first, []) == ["a", "b"]
+    assert close_ones(first | {"a": outcome(1.0, "profiler")}, []) == ["b"]
+    assert close_ones(first | {"a": outcome(1.1, "events")}, []) == ["b", "c"]
+    assert close_ones(first | {"e": outcome(0.5)}, []) == ["e"]
+    assert close_ones(first | {"e": outcome(0.5)}, ["e"]) == ["a", "b", "e"]
+    slower = {"e": outcome(8.0), "f": outcome(10.0), "g": outcome(10.1)}
+    assert close_ones(first | slower, "efg") == ["a", "b", "e", "f"]
+    assert close_ones(first | {"e": outcome(100.1)}, ["e"]) == ["a", "b"]
+    assert close_ones({name: outcome(101.0) for name in "ab"}, ["a"]) == []
+    assert close_ones({}, []) == []
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_close_ones_get_the_figures_of_turns_by_their_best_route(monkeypatch, problems, direction):
-    take, seen = rounds({"a": 1.1, "b": 1.0})
+    take, seen = rounds({"a": 1.1, "b": 1.0, "ours": 0.2, "matmul": 0.5})
     monkeypatch.setattr(turns, "in_rounds", take)
-    contenders = [Made("a"), Made("slow"), Made("b"), Made("broken")]
+    contenders = [Made("a"), Made("slow"), Made("b"), Made("broken"), Made("ours", True)]
     first = {name: outcome(1.0, route="good") for name in "ab"}
     first |= {"slow": outcome(2.0, route="good"), "broken": Outcome(compared={})}
-    found = retime(contenders, first, problems, direction, 48.0)
-    assert seen == [(["a", "b"], 5, 12.0)]
-    assert {n: (found[n].timing.ms, found[n].timing.timer) for n in "ab"} == {
+    first |= {"ours": outcome(0.25, route="good")}
+    found, matmul = retime(contenders, first, problems, direction, 48.0)
+    assert seen == [(["a", "b", "ours", "matmul"], 5, 12.0)]
+    assert {n: (found[n].timing.ms, found[n].timing.timer) for n in ("a", "b", "ours")} == {
         "a": (1.1, "turns"),
         "b": (1.0, "turns"),
+        "ours": (0.2, "turns"),
     }
+    assert matmul == HotMatmul(FLOPS / 0.5e-3 / 1e12)
     assert found["a"].cost_s > 1 and found["a"].timing.host_us == 5.0
     assert found["slow"] is first["slow"] and found["broken"] is first["broken"]
     assert list(found) == list(first)
-    assert [len(c.built) for c in contenders] == [2, 0, 2, 0]
+    assert [len(c.built) for c in contenders] == [2, 0, 2, 0, 2]
     assert all(r.released and r.out is None for c in contenders for r in c.built)
     progress = attention.progress(direction, {"a": found["a"]}, None)
     assert progress.endswith("ms: a 1.100")
 
 
 def test_one_that_fails_keeps_its_first_figure_and_the_others_go_on(monkeypatch, problems):
-    take, seen = rounds(dict.fromkeys("abcd", 3.0), failing="b")
+    take, seen = rounds(dict.fromkeys([*"abcd", "matmul"], 3.0), failing="b")
     monkeypatch.setattr(turns, "in_rounds", take)
     contenders = [Made(name) for name in "abcd"]
     first = {n: outcome(1.0, route="bad" if n == "a" else "good") for n in "abcd"}
-    found = retime(contenders, first, problems, "backward", 48.0)
-    assert seen[0][0] == ["b", "c", "d"]
+    found, matmul = retime(contenders, first, problems, "backward", 48.0)
+    assert seen[0][0] == ["b", "c", "d", "matmul"] and matmul.tflops
     assert [found[n].timing.timer for n in "abcd"] == ["graph", "graph", "turns", "turns"]
     assert [found[n].timing.ms for n in "abcd"] == [1.0, 1.0, 3.0, 3.0]
     assert found["a"].timing.note == "timed alone: OutOfMemoryError: no memory"
@@ -126,46 +135,81 @@ def test_one_that_fails_keeps_its_first_figure_and_the_others_go_on(monkeypatch,
     assert all(r.out is None for c in contenders for r in c.built)
 
 
-def test_a_single_one_that_is_left_keeps_its_first_figure(monkeypatch, problems):
-    monkeypatch.setattr(turns, "in_rounds", rounds({"a": 3.0, "b": 3.0}, failing="b")[0])
+def no_memory(dtype, device):
+    raise torch.OutOfMemoryError("no memory\nmore")
+
+
+@pytest.mark.parametrize("where", ["made", "captured", "fault"])
+def test_without_the_matmul_the_others_take_turns_and_have_no_rate(monkeypatch, problems, where):
+    failing = ["matmul"] if where == "captured" else []
+    take, seen = rounds(dict.fromkeys([*"ab", "matmul"], 3.0), failing)
+    monkeypatch.setattr(turns, "in_rounds", take)
+    if where == "made":
+        monkeypatch.setattr(turns, "matmul", no_memory)
+    faults = {("matmul", "forward"): "lost", ("a", "backward"): "other"} if where == "fault" else {}
     first = {n: outcome(1.0, route="good") for n in "ab"}
-    found = retime([Made("a"), Made("b")], first, problems, "forward", 48.0)
-    assert found["a"].timing == first["a"].timing and found["b"].timing.note
+    found, matmul = retime([Made("a"), Made("b")], first, problems, "forward", 48.0, faults)
+    assert [found[n].timing for n in "ab"] == [Timing(3.0, "turns", 5.0)] * 2
+    assert seen[0][0] == ["a", "b", *failing]
+    note = {
+        "made": "no rate in turns: OutOfMemoryError: no memory",
+        "captured": "no rate in turns: RuntimeError: no capture",
+        "fault": "lost",
+    }[where]
+    assert matmul == HotMatmul(None, note)
 
 
-def test_a_lost_device_ends_the_turns_and_names_the_contender(monkeypatch, problems):
+def test_a_single_one_that_is_left_takes_turns_with_the_matmul_alone(monkeypatch, problems):
+    first = {n: outcome(1.0, route="good") for n in "ab"}
+    ms = {"a": 3.0, "b": 3.0, "matmul": 1.0}
+    for failing, timer in ((["b"], "turns"), (["b", "matmul"], "graph")):
+        monkeypatch.setattr(turns, "in_rounds", rounds(ms, failing)[0])
+        found, matmul = retime([Made("a"), Made("b")], first, problems, "forward", 48.0)
+        assert found["a"].timing.timer == timer and found["b"].timing.note
+        assert bool(matmul.tflops) == (timer == "turns")
+    monkeypatch.setattr(turns, "in_rounds", rounds(ms, ["a", "b"])[0])
+    found, matmul = retime([Made("a"), Made("b")], first, problems, "forward", 48.0)
+    assert found["a"].timing.timer == "graph" and matmul == HotMatmul()
+
+
+@pytest.mark.parametrize("name", ["b", "matmul"])
+def test_a_lost_device_ends_the_turns_and_names_the_contender(monkeypatch, problems, name):
     def lost(device, contender, direction):
         raise DeviceLost(contender, direction, "illegal address")
 
     monkeypatch.setattr(turns, "check_device", lost)
-    monkeypatch.setattr(turns, "in_rounds", rounds({"a": 3.0, "b": 3.0}, failing="b")[0])
+    monkeypatch.setattr(turns, "in_rounds", rounds({"a": 3.0, "b": 3.0}, failing=[name])[0])
     contenders = [Made("a"), Made("b")]
     first = {n: outcome(1.0, route="good") for n in "ab"}
-    with pytest.raises(DeviceLost, match=r"b \(backward\) left the GPU unusable"):
+    with pytest.raises(DeviceLost, match=rf"{name} \(backward\) left the GPU unusable"):
         retime(contenders, first, problems, "backward", 48.0)
     assert all(r.released and r.out is None for c in contenders for r in c.built)
 
 
 def test_a_row_times_alone_and_then_in_turns(monkeypatch):
-    """Each pass by itself; no contender that is alone takes turns."""
+    """Each pass by itself, and the matmul is left out where it ended an earlier run."""
     monkeypatch.setattr(row, "measure", lambda *args: Timing(2.0, "graph", 5.0))
     monkeypatch.setattr(row, "make_problems", lambda *args: [problem_of("self")] * 2)
-    take, seen = rounds({"a": 1.5, "b": 1.6})
+    take, seen = rounds({"a": 1.5, "b": 1.6, "matmul": 0.5})
     monkeypatch.setattr(turns, "in_rounds", take)
 
     def measured(*names, **options):
         shape = Row("self", "any", 4, 4, 16, 30, 2)
         given = {"dtype": torch.bfloat16, "device": CPU, "seed": 1, "min_ms": 48.0} | options
-        return measure_row(shape, [Made(n) for n in names], row.PASSES, **given).outcomes
+        return measure_row(shape, [Made(n) for n in names], row.PASSES, **given)
 
-    found = measured("a", "b")
-    assert [names for names, *_ in seen] == [["a", "b"]] * 2
-    assert [found["backward"][n].timing.ms for n in "ab"] == [1.5, 1.6]
-    assert found["forward"]["a"].holds and found["forward"]["a"].timing.timer == "turns"
-    found = measured("a")
-    assert len(seen) == 2 and found["forward"]["a"].timing.timer == "graph"
-    found = measured("a", "b", faults={("a", "backward"): "it took the GPU with it"})
-    assert len(seen) == 3 and found["backward"]["b"].timing.timer == "graph"
+    both = measured("a", "b")
+    assert [names for names, *_ in seen] == [["a", "b", "matmul"]] * 2
+    assert [both.outcomes["backward"][n].timing.ms for n in "ab"] == [1.5, 1.6]
+    forward = both.outcomes["forward"]["a"]
+    assert forward.holds and forward.timing.timer == "turns"
+    assert both.matmul == dict.fromkeys(row.PASSES, HotMatmul(FLOPS / 0.5e-3 / 1e12))
+    seen.clear()
+    faults = {("a", "backward"): "it took the GPU with it", ("matmul", "forward"): "it too"}
+    left = measured("a", "b", faults=faults)
+    assert [names for names, *_ in seen] == [["a", "b"], ["b", "matmul"]]
+    assert left.matmul["forward"] == HotMatmul(None, "it too") and left.matmul["backward"].tflops
+    assert left.outcomes["backward"]["b"].timing.timer == "turns"
 
 
 class Graph:
