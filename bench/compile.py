@@ -30,6 +30,7 @@ from typing import Any
 
 from gem.ptxas import VARIABLES, ptxas_version, use_installed_ptxas
 
+ALLOCATION = "--regAllocOptLevel"  # of Triton's call of ptxas
 _NOTICE = re.compile(r"\(C\d+\)|\bwarning\b|serialized", re.IGNORECASE)
 
 
@@ -95,7 +96,10 @@ def report(
     compiled = triton.compile(
         source, target=GPUTarget(system, int(capability), 32), options=dict(options or {})
     )
-    output = assemble(compiled.asm["ptx"], int(capability))
+    flags = (compiled.metadata.ptx_options or "").split()
+    if not any(flag.startswith(ALLOCATION) for flag in flags):  # the last one counts
+        flags.append(f"{ALLOCATION}=2")
+    output = assemble(compiled.asm["ptx"], int(capability), flags)
     return parse(name, output, int(compiled.metadata.shared), compiled.asm)
 
 
@@ -111,14 +115,14 @@ def assembler(capability: int) -> str:
     return tool.path
 
 
-def assemble(ptx: str, capability: int) -> str:
+def assemble(ptx: str, capability: int, flags: Sequence[str] = ()) -> str:
     """What `ptxas -v` prints for a module."""
     found = re.search(r"^\.target\s+(sm_\w+)", ptx, re.MULTILINE)
     architecture = found.group(1) if found else f"sm_{capability}"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        command = [assembler(capability), "-v", f"--gpu-name={architecture}", source]
+        command = [assembler(capability), "-v", *flags, f"--gpu-name={architecture}", source]
         done = subprocess.run(
             [*command, "-o", Path(folder) / "kernel.cubin"], capture_output=True, text=True
         )

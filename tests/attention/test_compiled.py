@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from bench.compile import assembler, cases, report
+from bench.compile import cases, report
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -18,12 +18,11 @@ def compiled(name):
     return report(*case)
 
 
-def machine_code(ptx):
-    """(address, instruction) of the code for sm_90a."""
+def machine_code(result):
+    """(address, instruction) of what Triton would load."""
     with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        source.write_text(ptx)
-        subprocess.run([assembler(90), "-arch=sm_90a", source, "-o", binary], check=True)
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(result.asm["cubin"])
         dump = [CUOBJDUMP, "-sass", binary]
         text = subprocess.run(dump, check=True, capture_output=True, text=True).stdout
     found = re.finditer(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)
@@ -69,7 +68,7 @@ def test_the_hopper_forward_neither_spills_nor_serializes_in_its_loops(name):
     assert not [n for n in result.notices if re.search(r"C75\d\d|serialized", n)]
     # Between tiles table rows and an address are spilled.
     assert result.spill_stores <= {"causal_d128": 28, "counter_q192_d128": 8}.get(name, 0)
-    loops = product_loops(machine_code(result.asm["ptx"]))
+    loops = product_loops(machine_code(result))
     # The rest of a tile and the last tile's, for each consumer; masked and not.
     assert len(loops) >= 2
     assert not any(spilled(loop) for loop in loops)
@@ -97,7 +96,7 @@ def test_the_hopper_backward_neither_spills_nor_serializes_in_its_loops(form, di
     # Between tiles numbers of a tile and addresses are spilled.
     most = 0 if form == "broadcast_q64" else 16
     assert max(result.spill_stores, result.spill_loads) <= most
-    code = machine_code(result.asm["ptx"])
+    code = machine_code(result)
     loops, rest = backward_loops(product_loops(code))
     assert len(loops) == 2 and unmasked(loops) == loops  # one of each consumer
     # The second consumer has steps without keys, whose only product is that of dQ.
@@ -125,7 +124,7 @@ def traffic(loops):
 def test_the_causal_hopper_backward_does_not_spill_where_nothing_is_masked(dim):
     result = compiled(f"causal_d{dim}_hopper_backward_kernel")
     assert not [n for n in result.notices if re.search(r"C75\d\d|serialized", n)]
-    loops, _ = backward_loops(product_loops(machine_code(result.asm["ptx"])))
+    loops, _ = backward_loops(product_loops(machine_code(result)))
     plain = unmasked(loops)
     assert len(loops) == 4 and len(plain) == 2  # masked and not, of each consumer
     assert not any(spilled(loop) for loop in plain)

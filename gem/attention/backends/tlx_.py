@@ -17,7 +17,14 @@ from torch import Tensor
 from gem.attention import schedule
 from gem.attention.backends import Call, triton_
 from gem.attention.backends.tlx_backward import backward  # noqa: F401 - this backend's
-from gem.attention.backends.tlx_common import block_columns, is_narrow, processors, ragged, readable
+from gem.attention.backends.tlx_common import (
+    OWN_ALLOCATION,
+    block_columns,
+    is_narrow,
+    processors,
+    ragged,
+    readable,
+)
 from gem.attention.backends.tlx_hopper_forward import hopper_forward_kernel
 
 KEEP_Q_SHARE = 0.95  # of the multiprocessors must be at work
@@ -106,11 +113,10 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 def packed(call: Call, shape: Shape) -> bool:
     """Whether probabilities are carried to the next step in pairs of 16 bits.
 
-    In most kernels of 64 columns the compiler keeps pairs together by itself; with a window, those
-    of 128 would spill more.
+    In most kernels of 64 columns the compiler keeps pairs together by itself; with a window that
+    ends on the left, it gains nothing.
     """
-    window = call.left is not None or call.right is not None
-    return block_columns(call) == 128 and not shape.p_wide and not window
+    return block_columns(call) == 128 and not shape.p_wide and call.left is None
 
 
 def launch(
@@ -186,6 +192,7 @@ def launch(
             P_WIDE=shape.p_wide,
             PACKED=packed(call, shape),
             COUNTER=shape.counter,
+            ptx_options=OWN_ALLOCATION,
             num_warps=4,
             # Triton would ask for one register too many where there is one consumer.
             **({"maxnreg": 248} if shape.consumers == 1 else {}),

@@ -19,7 +19,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gem.attention import schedule
 from gem.attention.backends import Call, triton_
 from gem.attention.backends.tlx_backward_sums import dq_kernel, statistics_kernel
-from gem.attention.backends.tlx_common import block_columns, is_narrow, processors, ragged, readable
+from gem.attention.backends.tlx_common import (
+    OWN_ALLOCATION,
+    block_columns,
+    is_narrow,
+    processors,
+    ragged,
+    readable,
+)
 from gem.attention.backends.tlx_hopper_backward import hopper_backward_kernel
 from gem.attention.backends.tlx_hopper_shared_backward import hopper_shared_backward_kernel
 
@@ -240,6 +247,7 @@ class _Backward:
             WITH_DQ=not form.split,
             WHOLE=form.whole,
             ALONE=alone,
+            ptx_options=OWN_ALLOCATION,
             num_warps=4,
             num_stages=1,
         )
@@ -283,6 +291,7 @@ class _Backward:
             CONSUMERS=consumers,
             STAGES=256 // self.block_d,
             HAS_DLSE=self.dlse is not None,
+            ptx_options=OWN_ALLOCATION,
             num_warps=4,
             num_stages=1,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 
 from gem.attention.backends.tlx_common import to_base_2
 

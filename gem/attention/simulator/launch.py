@@ -24,7 +24,7 @@ from gem.attention.simulator.values import value
 
 # Options of a launch that are not arguments of the kernel.
 _OPTIONS = {
-    "num_warps", "num_stages", "num_ctas", "ctas_per_cga", "cluster_dims", "maxnreg",
+    "num_warps", "num_stages", "ptx_options", "num_ctas", "ctas_per_cga", "cluster_dims", "maxnreg",
     "enable_fp_fusion", "warmup", "debug", "minRegAutoWS", "maxRegAutoWS", "pingpongAutoWS",
     "ir_override",
 }  # fmt: skip
