@@ -166,14 +166,8 @@ def wait_for_writes():
 
 
 @triton.jit
-def store_columns(desc, buffer, first, count, row, head, column):
-    """Writes a box from `row` of the sample and a column on; rows past its end are left out."""
-    tlx.async_descriptor_store(
-        desc, buffer, [1073741824, first + count, head, 1073741824 - count + row, column]
-    )
-
-
-@triton.jit
 def store_rows(desc, buffer, first, count, row, head):
-    """As `store_columns`, from the first column on."""
-    store_columns(desc, buffer, first, count, row, head, 0)
+    """Writes a box from `row` of the sample on; rows past its end are left out."""
+    tlx.async_descriptor_store(
+        desc, buffer, [1073741824, first + count, head, 1073741824 - count + row, 0]
+    )

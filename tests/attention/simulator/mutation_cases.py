@@ -12,6 +12,7 @@ import torch
 from gem.attention.backends import (
     tlx_,
     tlx_backward,
+    tlx_backward_copies,
     tlx_backward_steps,
     tlx_backward_sums,
     tlx_common,
@@ -187,11 +188,6 @@ FORWARD = Case(
     (tlx_forward_tiles, tlx_forward_steps),
 )
 
-WAITS = """both consumers are here: they meet before every dQ.
-        if tile.order == 2:
-            if first:
-"""
-
 BACKWARD = Case(
     "hopper_backward_kernel",
     tlx_hopper_backward,
@@ -211,38 +207,38 @@ BACKWARD = Case(
     ],
     [
         alias("v_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2)", "k_tiles"),
-        alias("do_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, Q_TILES * Q_STAGES)", "q_tiles"),
-        alias("delta_tiles = tlx.local_alloc((64,), tl.float32, Q_TILES * Q_STAGES)", "lse_tiles"),
-        ("the first tile adds", "tile.order == 1", "tile.order == 5"),
-        ("every tile of a whole sample writes", "tile.order == 1", "tile.order >= 1"),
-        ("every tile writes", "tile.order == 1", "True"),
-        ("the first tile adds, heads grouped", "tile.order % 2 == 1", "tile.order == 5"),
-        ("every tile writes, heads grouped", "tile.order % 2 == 1", "tile.order >= 1"),
-        ("a tile that is alone adds", "tile.order == 3", "tile.order == 5"),
-        ("every tile of a whole sample writes dQ", "tile.order == 3", "tile.order >= 1"),
+        alias("do_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * Q_TILES)", "q_tiles"),
+        alias("delta_tiles = tlx.local_alloc((64,), tl.float32, 2 * Q_TILES)", "lse_tiles"),
+        ("the first tile adds", "fresh = order == 1", "fresh = order == 5"),
+        ("every tile of a whole sample writes", "fresh = order == 1", "fresh = order >= 1"),
+        ("every tile writes", "fresh = order == 1", "fresh = True"),
+        ("the first tile adds, heads grouped", "order % 2 == 1", "order == 5"),
+        ("every tile writes, heads grouped", "order % 2 == 1", "order >= 1"),
+        ("a tile that is alone adds", "alone = order == 3", "alone = order == 5"),
+        ("every tile of a whole sample writes dQ", "alone = order == 3", "alone = order >= 1"),
+        ("a tile that is alone is not told", "row + 9) == 3", "row + 9) == 5"),
         ("adds once earlier writes are read", "bulk.wait_group 0", "bulk.wait_group.read 0"),
-        ("one consumer waits", WAITS, WAITS.replace("first:", "first & (OPTIONS.cid == 0):")),
-        ("the other consumer waits", WAITS, WAITS.replace("first:", "first & (OPTIONS.cid == 1):")),
-        ("waits where any may come first", WAITS, WAITS.replace("order == 2", "order == 0")),
+        ("waits where any may come first", "if order == 2:", "if order == 0:"),
+        ("sums have room before dK has left", "sum_empty[0], pred=not last", "sum_empty[0]"),
+        ("dK has room after every step", "summed[0], pred=last", "summed[0]"),
+        ("values are free after every step", "pred=last)\n    ds = ", "pred=True)\n    ds = "),
+        ("dV where the other consumer's is", "dv_stages[SHAPE.TILES * cid]", "dv_stages[0]"),
+        ("the other consumer's dK", "dq_stages[c]", "dq_stages[1 - c]"),
     ],
     {
-        "next named barrier: '11' -> '11 + 1'": (
-            1,
-            "both consumers come to the same named barriers in the same order, so that any of the"
-            " free ones would do, even one for all",
-        ),
-        "one buffer less: '2 * Q_TILES' -> '2 * Q_TILES - 1'": (
-            1,
-            "dQ is half as large as its sums, in whose stages it lies: every other one is used",
-        ),
         "always the first buffer: 'turn % 2' -> '(turn % 2) * 0'": (1, NO_ZIGZAG),
+        "no barrier_wait: 'tlx.barrier_wait(to.k_empty[ks]": (
+            1,
+            "before, the producer waits for room for a number, which consumers make when they have"
+            " left the keys in question",
+        ),
         "no barrier_wait: 'tlx.barrier_wait(full[slot], (turn // TILE_STAGES) & 1)'": (
             1,
             "the producer hands over a number before it copies the keys of the tile before, for"
             " which the consumer has waited",
         ),
     },
-    [tlx_backward_sums, tlx_backward_steps],
+    [tlx_backward_sums, tlx_backward_copies, tlx_backward_steps],
 )
 
 SHARED_BACKWARD = Case(
