@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
+from gem.attention.backends.tlx_backward_tiles import queries_of, unit
 from gem.attention.backends.tlx_common import (
     answer,
     ask,
@@ -23,54 +24,6 @@ from gem.attention.backends.tlx_common import (
     store_rows,
     wait_for_writes,
 )
-
-
-class Ring(NamedTuple):
-    """Stages for the numbers of tiles on their way from the loading warp to all others."""
-
-    numbers: tlx.buffered_tensor
-    full: tlx.mbarrier
-    empty: tlx.mbarrier
-
-
-class Shape(NamedTuple):
-    """Constants of the kernel.
-
-    Attributes:
-        TILES: of 64 queries, in a step.
-        WHOLE: some samples are whole; ALONE: those with one tile of keys have no sums.
-    """
-
-    TILES: tl.constexpr
-    BLOCK_D: tl.constexpr
-    K_STAGES: tl.constexpr
-    Q_STAGES: tl.constexpr
-    GROUP: tl.constexpr
-    HEADS: tl.constexpr
-    BROADCAST: tl.constexpr
-    BY_COUNTER: tl.constexpr
-    WITH_DQ: tl.constexpr
-    WHOLE: tl.constexpr
-    ALONE: tl.constexpr
-
-
-@triton.jit
-def unit(number, single, pairs):
-    """(first row, rows) of what a CTA takes at a time, of `schedule.KeyTiles`."""
-    pair = (number >= single) & (number < single + pairs)
-    return number + tl.minimum(tl.maximum(number - single, 0), pairs), 1 + pair.to(tl.int32)
-
-
-@triton.jit
-def queries_of(row):
-    """(first row, number) of the sample's queries, first of their statistics, (begin, end) seen."""
-    return (
-        tl.load(row),
-        tl.load(row + 1),
-        tl.load(row + 8),
-        tl.load(row + 2),
-        tl.load(row + 3),
-    )
 
 
 @triton.jit
@@ -108,20 +61,20 @@ class Loads(NamedTuple):
 
 
 @triton.jit
-def load(to, ring, TABLE, COUNTER, single, pairs, units, stats, SHAPE: tl.constexpr):
+def load(to, ring, TABLE, COUNTER, single, pairs, units, stats, OPTIONS: tl.constexpr):
     """Copies all tiles in, and hands their numbers on."""
-    TILE_BYTES: tl.constexpr = 64 * SHAPE.BLOCK_D * 2
-    BLOCK_Q: tl.constexpr = 64 * SHAPE.TILES
-    Q_BYTES: tl.constexpr = 2 * SHAPE.TILES * (TILE_BYTES + 256)
+    TILE_BYTES: tl.constexpr = 64 * OPTIONS.BLOCK_D * 2
+    BLOCK_Q: tl.constexpr = 64 * OPTIONS.TILES
+    Q_BYTES: tl.constexpr = 2 * OPTIONS.TILES * (TILE_BYTES + 256)
     count = 0
     tile = 0
     number = tl.program_id(0)
-    if SHAPE.BY_COUNTER:
+    if OPTIONS.BY_COUNTER:
         taken = ask(COUNTER, True, 1, 32)
     turn = 0
     while number >= 0:
         first_row, rows = unit(number, single, pairs)
-        if SHAPE.BY_COUNTER:
+        if OPTIONS.BY_COUNTER:
             number = answer(taken, 1, 32)
             taken = ask(COUNTER, True, 1, 32)
         else:
@@ -135,22 +88,22 @@ def load(to, ring, TABLE, COUNTER, single, pairs, units, stats, SHAPE: tl.conste
             row = TABLE + r * 10
             k_first, keys, first_j, kv_head = rows_of(row)
             out_first, queries, stats_first, q_begin, q_end = queries_of(row)
-            q_first = 0 if SHAPE.BROADCAST else out_first
-            ks = tile % SHAPE.K_STAGES
-            tlx.barrier_wait(to.k_empty[ks], ((tile // SHAPE.K_STAGES) & 1) ^ 1)
+            q_first = 0 if OPTIONS.BROADCAST else out_first
+            ks = tile % OPTIONS.K_STAGES
+            tlx.barrier_wait(to.k_empty[ks], ((tile // OPTIONS.K_STAGES) & 1) ^ 1)
             tlx.barrier_expect_bytes(to.k_full[ks], 2 * TILE_BYTES)
             copy_rows(to.desc_k, to.k_tiles[ks], to.k_full[ks], k_first, keys, first_j, kv_head)
             blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
-            for g in tl.range(0, SHAPE.GROUP):
-                head = kv_head * SHAPE.GROUP + g
+            for g in tl.range(0, OPTIONS.GROUP):
+                head = kv_head * OPTIONS.GROUP + g
                 for x in tl.range(0, blocks):
                     m = q_begin + x * BLOCK_Q
-                    st = count % SHAPE.Q_STAGES
-                    tlx.barrier_wait(to.q_empty[st], ((count // SHAPE.Q_STAGES) & 1) ^ 1)
+                    st = count % OPTIONS.Q_STAGES
+                    tlx.barrier_wait(to.q_empty[st], ((count // OPTIONS.Q_STAGES) & 1) ^ 1)
                     full = to.q_full[st]
                     tlx.barrier_expect_bytes(full, Q_BYTES)
-                    for u in tl.static_range(SHAPE.TILES):
-                        at = SHAPE.TILES * st + u
+                    for u in tl.static_range(OPTIONS.TILES):
+                        at = OPTIONS.TILES * st + u
                         i = m + 64 * u
                         copy_rows(to.desc_q, to.q_tiles[at], full, q_first, queries, i, head)
                         copy_rows(to.desc_do, to.do_tiles[at], full, out_first, queries, i, head)
@@ -196,13 +149,13 @@ class Stores(NamedTuple):
 
 
 @triton.jit
-def store(of, ring, TABLE, single, pairs, SHAPE: tl.constexpr):
+def store(of, ring, TABLE, single, pairs, OPTIONS: tl.constexpr):
     """Copies all results out.
 
     dQ of whole samples is written by the first tile of keys, to which the second adds; if it is
     alone, it has no sums.
     """
-    TILES: tl.constexpr = SHAPE.TILES
+    TILES: tl.constexpr = OPTIONS.TILES
     BLOCK_Q: tl.constexpr = 64 * TILES
     count = 0
     tile = 0
@@ -210,26 +163,26 @@ def store(of, ring, TABLE, single, pairs, SHAPE: tl.constexpr):
     while number >= 0:
         row = TABLE + number * 10
         k_first, keys, first_j, kv_head = rows_of(row)
-        if SHAPE.WITH_DQ:
+        if OPTIONS.WITH_DQ:
             out_first, queries, stats_first, q_begin, q_end = queries_of(row)
-            order = tl.load(row + 9) if SHAPE.WHOLE else 0
+            order = tl.load(row + 9) if OPTIONS.WHOLE else 0
             blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
-            if SHAPE.WHOLE:
+            if OPTIONS.WHOLE:
                 if order == 2:  # the sums that the tile before has written are in place
                     wait_for_writes()
-            for g in tl.range(0, SHAPE.GROUP):
-                head = kv_head * SHAPE.GROUP + g
-                sums = q_begin if SHAPE.BROADCAST else stats_first + q_begin
-                sums = sums // 64 * SHAPE.HEADS + head
+            for g in tl.range(0, OPTIONS.GROUP):
+                head = kv_head * OPTIONS.GROUP + g
+                sums = q_begin if OPTIONS.BROADCAST else stats_first + q_begin
+                sums = sums // 64 * OPTIONS.HEADS + head
                 for x in tl.range(0, blocks):
                     for u in tl.static_range(TILES):
                         tlx.barrier_wait(of.sum_full[u], count & 1)
                         _store_dq(
-                            of, u, x * TILES + u, sums, out_first, queries, head, order, SHAPE
+                            of, u, x * TILES + u, sums, out_first, queries, head, order, OPTIONS
                         )
                     tlx.async_descriptor_store_wait(0)
                     # After a tile's last step the stage may have dK before it has dQ again.
-                    last = (g == SHAPE.GROUP - 1) & (x == blocks - 1)
+                    last = (g == OPTIONS.GROUP - 1) & (x == blocks - 1)
                     if TILES == 2:
                         tlx.barrier_arrive(of.sum_empty[0])
                         tlx.barrier_arrive(of.sum_empty[1])
@@ -245,22 +198,22 @@ def store(of, ring, TABLE, single, pairs, SHAPE: tl.constexpr):
             store_rows(of.desc_dk, dk_stage, k_first, keys, j, kv_head)
             tlx.async_descriptor_store_wait(0)
             tlx.barrier_arrive(of.left_empty[c])
-        if SHAPE.WITH_DQ and TILES == 1:
+        if OPTIONS.WITH_DQ and TILES == 1:
             tlx.barrier_arrive(of.sum_empty[0])
         number = handed_over(ring.numbers, ring.full, ring.empty, tile)
         tile += 1
 
 
 @triton.jit
-def _store_dq(of, u, number, sums, out_first, queries, head, order, SHAPE: tl.constexpr):
+def _store_dq(of, u, number, sums, out_first, queries, head, order, OPTIONS: tl.constexpr):
     """Adds a tile of 64 queries' dQ, the head's `number`, to the sums, or writes them, or dQ."""
-    alone = order == 3 if SHAPE.ALONE else False
+    alone = order == 3 if OPTIONS.ALONE else False
     if alone:
         store_rows(of.desc_dq, of.dq_stages[2 * u], out_first, queries, 64 * number, head)
     else:
-        place = (sums + number * SHAPE.HEADS) * (2 * SHAPE.BLOCK_D)
+        place = (sums + number * OPTIONS.HEADS) * (2 * OPTIONS.BLOCK_D)
         # Without ALONE the only tile (3) is a first one too.
-        fresh = order == 1 if SHAPE.ALONE else order % 2 == 1
+        fresh = order == 1 if OPTIONS.ALONE else order % 2 == 1
         if fresh:
             tlx.async_descriptor_store(of.desc_sums, of.sum_stages[u], [place, 0])
         else:

@@ -14,31 +14,6 @@ import triton.language.extra.tlx as tlx
 from gem.attention.backends.tlx_backward_sums import in_registers_order
 
 
-class Options(NamedTuple):
-    """Constants of a consumer: its number and the kernel's.
-
-    Attributes:
-        TILES: of 64 queries, in a step.
-        ALONE: dQ of samples with one tile of keys has no sums.
-    """
-
-    cid: tl.constexpr
-    TILES: tl.constexpr
-    BLOCK_D: tl.constexpr
-    Q_STAGES: tl.constexpr
-    WITH_DQ: tl.constexpr
-    ALONE: tl.constexpr
-    DTYPE: tl.constexpr
-
-
-class Edges(NamedTuple):
-    """Which edges a window has; NARROW: it may begin and end within one step."""
-
-    LEFT: tl.constexpr
-    RIGHT: tl.constexpr
-    NARROW: tl.constexpr
-
-
 class Consumer(NamedTuple):
     """What consumers work with in every tile.
 
@@ -134,11 +109,11 @@ def _dq(consumer, tile, step, ds_at, u, OPTIONS: tl.constexpr):
     """Computes dQ of the consumer's step `step`, its tile u, whose dS is at ds_at."""
     dq = tlx.async_dot(tlx.local_trans(consumer.ds_tiles[ds_at]), tile.k_tile)
     dq = tlx.async_dot_wait(0, dq)
-    hand_over_dq(consumer, tile, step, dq, u, OPTIONS)
+    _hand_over_dq(consumer, tile, step, dq, u, OPTIONS)
 
 
 @triton.jit
-def hand_over_dq(consumer, tile, step, dq, u, OPTIONS: tl.constexpr):
+def _hand_over_dq(consumer, tile, step, dq, u, OPTIONS: tl.constexpr):
     """Leaves dQ of the consumer's step `step`, its tile u, to `tlx_backward_copies.store`."""
     tlx.barrier_wait(consumer.sum_empty[u], (step & 1) ^ 1)
     alone = tile.alone if OPTIONS.ALONE else False
@@ -151,13 +126,14 @@ def hand_over_dq(consumer, tile, step, dq, u, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def _step_of_one(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES: tl.constexpr):
+def _step_of_one(
+    consumer, tile, x, dk, dv, count, cid: tl.constexpr, OPTIONS: tl.constexpr, EDGES: tl.constexpr
+):
     """(dk, dv) after step x, the consumer's step `count`, with a tile of 64 queries.
 
     After a tile's last step the values are not needed. dQ is the consumers' task by turns.
     EDGES: as in `_probabilities`.
     """
-    cid: tl.constexpr = OPTIONS.cid
     at, ds_at = count % OPTIONS.Q_STAGES, count % 2
     begin, end = _window(consumer, tile, x, OPTIONS)
     phase = (count // OPTIONS.Q_STAGES) & 1
@@ -196,9 +172,10 @@ def _step_of_one(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES:
 
 
 @triton.jit
-def _step_of_two(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES: tl.constexpr):
+def _step_of_two(
+    consumer, tile, x, dk, dv, count, cid: tl.constexpr, OPTIONS: tl.constexpr, EDGES: tl.constexpr
+):
     """As `_step_of_one`, with two tiles of 64 queries; each consumer computes dQ of one."""
-    cid: tl.constexpr = OPTIONS.cid
     st, ds_at = count % OPTIONS.Q_STAGES, 2 * (count % 2)
     begin, end = _window(consumer, tile, x, OPTIONS)
     phase = (count // OPTIONS.Q_STAGES) & 1
@@ -249,7 +226,7 @@ def _step_of_two(consumer, tile, x, dk, dv, count, OPTIONS: tl.constexpr, EDGES:
         dk = tlx.async_dot_wait(1, dk)
         tlx.barrier_arrive(q_empty)
         dq = tlx.async_dot_wait(0, dq)
-        hand_over_dq(consumer, tile, count, dq, cid, OPTIONS)
+        _hand_over_dq(consumer, tile, count, dq, cid, OPTIONS)
     else:
         dv = tlx.async_dot_wait(0, dv)
         dk = tlx.async_dot_wait(0, dk)
@@ -266,6 +243,7 @@ def steps(
     dk,
     dv,
     count,
+    cid: tl.constexpr,
     OPTIONS: tl.constexpr,
     EDGES: tl.constexpr,
 ):
@@ -276,19 +254,20 @@ def steps(
     """
     for x in tl.range(x_begin, x_end):
         if OPTIONS.TILES == 1:
-            dk, dv = _step_of_one(consumer, tile, x, dk, dv, count + x, OPTIONS, EDGES)
+            dk, dv = _step_of_one(consumer, tile, x, dk, dv, count + x, cid, OPTIONS, EDGES)
         else:
-            dk, dv = _step_of_two(consumer, tile, x, dk, dv, count + x, OPTIONS, EDGES)
+            dk, dv = _step_of_two(consumer, tile, x, dk, dv, count + x, cid, OPTIONS, EDGES)
     return dk, dv
 
 
 @triton.jit
-def steps_without_keys(x_begin, x_end, consumer, tile, count, OPTIONS: tl.constexpr):
+def steps_without_keys(
+    x_begin, x_end, consumer, tile, count, cid: tl.constexpr, OPTIONS: tl.constexpr
+):
     """Steps of a consumer whose keys are past the sample's end, else as `steps`.
 
     It keeps to all barriers and takes its turns at dQ, to which its own dS adds 0.
     """
-    cid: tl.constexpr = OPTIONS.cid
     TILES: tl.constexpr = OPTIONS.TILES
     for x in tl.range(x_begin, x_end):
         step = count + x

@@ -18,10 +18,11 @@ tile writes the sums, which need not be cleared, and the second waits for these 
 is alone writes dQ itself, unless heads are grouped. Without WITH_DQ there are no additions, and a
 kernel that keeps queries computes dQ.
 
-The keys of the next tile are copied while this one runs, and its values as soon as this one's last
-dP is known; dK and dV leave through shared memory while the next tile begins. Rows past a sample's
-end read as 0 and are never written (`tlx_common.ragged`), so that no step needs a mask but for
-windows: the log-sum-exp of queries that are not there is +inf, and keys that are not there add 0.
+All copies are made by two warps beside the consumers (`tlx_backward_copies`). The keys of the next
+tile are copied while this one runs, and its values as soon as this one's last dP is known; dK and
+dV leave through shared memory while the next tile begins. Rows past a sample's end read as 0 and
+are never written (`tlx_common.ragged`), so that no step needs a mask but for windows: the
+log-sum-exp of queries that are not there is +inf, and keys that are not there add 0.
 """
 
 from __future__ import annotations
@@ -30,24 +31,14 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gem.attention.backends.tlx_backward_copies import (
-    Loads,
-    Ring,
-    Shape,
-    Stores,
-    load,
-    queries_of,
-    store,
-    unit,
-)
+from gem.attention.backends.tlx_backward_copies import Loads, Stores, load, store
 from gem.attention.backends.tlx_backward_steps import (
     Consumer,
-    Edges,
-    Options,
     Tile,
     steps,
     steps_without_keys,
 )
+from gem.attention.backends.tlx_backward_tiles import Options, Ring, queries_of, unit
 from gem.attention.backends.tlx_common import TILE_STAGES, handed_over, rows_of
 
 
@@ -59,17 +50,11 @@ def _consume(
     TABLE,
     single,
     pairs,
-    SHAPE: tl.constexpr,
-    EDGES: tl.constexpr,
-    DTYPE: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """What consumer `cid` does with all tiles."""
-    OPTIONS: tl.constexpr = Options(
-        cid=cid, TILES=SHAPE.TILES, BLOCK_D=SHAPE.BLOCK_D, Q_STAGES=SHAPE.Q_STAGES,
-        WITH_DQ=SHAPE.WITH_DQ, ALONE=SHAPE.ALONE, DTYPE=DTYPE,
-    )  # fmt: skip
-    BLOCK_D: tl.constexpr = SHAPE.BLOCK_D
-    BLOCK_Q: tl.constexpr = 64 * SHAPE.TILES
+    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
+    BLOCK_Q: tl.constexpr = 64 * OPTIONS.TILES
     count = 0
     tile = 0
     number, _ = unit(tl.program_id(0), single, pairs)
@@ -77,7 +62,7 @@ def _consume(
         row = TABLE + number * 10
         _, keys, first_j, _ = rows_of(row)
         _, queries, _, q_begin, q_end = queries_of(row)
-        alone = tl.load(row + 9) == 3 if SHAPE.ALONE else False
+        alone = tl.load(row + 9) == 3 if OPTIONS.ALONE else False
         first_j += 64 * cid
         blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
         # The tile's first key as the queries count, from the first step's first one.
@@ -89,46 +74,46 @@ def _consume(
         # In steps before `inner` the window begins for some key, from `outer` on it ends.
         inner = 0
         outer = mine
-        if EDGES.RIGHT:
+        if OPTIONS.RIGHT:
             inner = tl.maximum(first + 63 - consumer.right + BLOCK_Q - 1, 0) // BLOCK_Q
             inner = tl.minimum(inner, mine)
-        if EDGES.LEFT:
+        if OPTIONS.LEFT:
             outer = tl.minimum(tl.maximum(first + consumer.left + 1, 0) // BLOCK_Q, mine)
-        ks = tile % SHAPE.K_STAGES
+        ks = tile % OPTIONS.K_STAGES
         j = first + tl.arange(0, 64)
         dk = tl.zeros([64, BLOCK_D], tl.float32)
         dv = tl.zeros([64, BLOCK_D], tl.float32)
-        tlx.barrier_wait(consumer.k_full[ks], (tile // SHAPE.K_STAGES) & 1)
+        tlx.barrier_wait(consumer.k_full[ks], (tile // OPTIONS.K_STAGES) & 1)
         tlx.barrier_wait(consumer.v_full[0], tile & 1)
-        for g in tl.range(0, SHAPE.GROUP):
+        for g in tl.range(0, OPTIONS.GROUP):
             x_last = blocks - 1
-            if SHAPE.GROUP > 1:
-                x_last = tl.where(g == SHAPE.GROUP - 1, x_last, -1)
+            if OPTIONS.GROUP > 1:
+                x_last = tl.where(g == OPTIONS.GROUP - 1, x_last, -1)
             this = Tile(consumer.k_tiles[ks], j, tile, x_last, alone)
-            if EDGES.RIGHT:
+            if OPTIONS.RIGHT:
                 dk, dv = steps(
-                    0, tl.minimum(inner, outer), consumer, this, dk, dv, count, OPTIONS, 1
+                    0, tl.minimum(inner, outer), consumer, this, dk, dv, count, cid, OPTIONS, 1
                 )
-            if EDGES.NARROW:
-                dk, dv = steps(outer, inner, consumer, this, dk, dv, count, OPTIONS, 3)
-            dk, dv = steps(inner, outer, consumer, this, dk, dv, count, OPTIONS, 0)
-            if EDGES.LEFT:
+            if OPTIONS.NARROW:
+                dk, dv = steps(outer, inner, consumer, this, dk, dv, count, cid, OPTIONS, 3)
+            dk, dv = steps(inner, outer, consumer, this, dk, dv, count, cid, OPTIONS, 0)
+            if OPTIONS.LEFT:
                 begin = tl.maximum(inner, outer)
-                dk, dv = steps(begin, mine, consumer, this, dk, dv, count, OPTIONS, 2)
+                dk, dv = steps(begin, mine, consumer, this, dk, dv, count, cid, OPTIONS, 2)
             if cid > 0:
-                steps_without_keys(mine, blocks, consumer, this, count, OPTIONS)
+                steps_without_keys(mine, blocks, consumer, this, count, cid, OPTIONS)
             count += blocks
         tlx.barrier_arrive(consumer.k_empty[ks])
         # This consumer alone has read the tiles of dS at whose place dV is staged, and is done.
         tlx.barrier_wait(consumer.left_empty[cid], (tile & 1) ^ 1)
-        tlx.local_store(consumer.dv_stages[SHAPE.TILES * cid], dv.to(DTYPE))
-        if SHAPE.TILES == 2:  # there is room beside dV
+        tlx.local_store(consumer.dv_stages[OPTIONS.TILES * cid], dv.to(OPTIONS.DTYPE))
+        if OPTIONS.TILES == 2:  # there is room beside dV
             dk_stage = consumer.dv_stages[2 * cid + 1]
         else:
             dk_stage = consumer.dq_stages[cid]
-            if SHAPE.WITH_DQ:
+            if OPTIONS.WITH_DQ:
                 tlx.barrier_wait(consumer.summed[0], tile & 1)
-        tlx.local_store(dk_stage, (dk * consumer.natural_scale).to(DTYPE))
+        tlx.local_store(dk_stage, (dk * consumer.natural_scale).to(OPTIONS.DTYPE))
         tlx.fence("async_shared")
         tlx.barrier_arrive(consumer.left_full[cid])
         number = handed_over(ring.numbers, ring.full, ring.empty, tile)
@@ -179,33 +164,33 @@ def hopper_backward_kernel(
     with one tile, with ALONE.
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
-    Q_TILES: tl.constexpr = 128 // BLOCK_D  # of 64 queries, in a step
-    SHAPE: tl.constexpr = Shape(
-        TILES=Q_TILES, BLOCK_D=BLOCK_D, K_STAGES=2, Q_STAGES=2, GROUP=GROUP, HEADS=HEADS,
-        BROADCAST=BROADCAST, BY_COUNTER=BY_COUNTER, WITH_DQ=WITH_DQ, WHOLE=WHOLE, ALONE=ALONE,
+    TILES: tl.constexpr = 128 // BLOCK_D
+    OPTIONS: tl.constexpr = Options(
+        TILES=TILES, BLOCK_D=BLOCK_D, K_STAGES=2, Q_STAGES=2, GROUP=GROUP, HEADS=HEADS,
+        BROADCAST=BROADCAST, LEFT=HAS_LEFT, RIGHT=HAS_RIGHT, NARROW=NARROW, BY_COUNTER=BY_COUNTER,
+        WITH_DQ=WITH_DQ, WHOLE=WHOLE, ALONE=ALONE, DTYPE=DTYPE,
     )  # fmt: skip
-    EDGES: tl.constexpr = Edges(HAS_LEFT, HAS_RIGHT, NARROW)
     k_tiles = tlx.local_alloc((128, BLOCK_D), DTYPE, 2)
     v_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2)
-    q_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * Q_TILES)
-    do_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * Q_TILES)
-    lse_tiles = tlx.local_alloc((64,), tl.float32, 2 * Q_TILES)
-    delta_tiles = tlx.local_alloc((64,), tl.float32, 2 * Q_TILES)
-    ds_tiles = tlx.local_alloc((128, 64), DTYPE, 2 * Q_TILES)  # [step % 2, tile]
+    q_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * TILES)
+    do_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * TILES)
+    lse_tiles = tlx.local_alloc((64,), tl.float32, 2 * TILES)
+    delta_tiles = tlx.local_alloc((64,), tl.float32, 2 * TILES)
+    ds_tiles = tlx.local_alloc((128, 64), DTYPE, 2 * TILES)  # [step % 2, tile]
     # What threads write is written through names of its own: where a product reads a buffer by the
     # name by which threads write it, the compiler puts another fence before every such product.
-    ds_stages = tlx.local_alloc((64, 64), DTYPE, 4 * Q_TILES, reuse=ds_tiles)
-    dv_stages = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * Q_TILES * Q_TILES, reuse=ds_tiles)
-    sum_stages = tlx.local_alloc((2 * BLOCK_D, 32), tl.float32, Q_TILES)
-    dq_stages = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * Q_TILES, reuse=sum_stages)
+    ds_stages = tlx.local_alloc((64, 64), DTYPE, 4 * TILES, reuse=ds_tiles)
+    dv_stages = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * TILES * TILES, reuse=ds_tiles)
+    sum_stages = tlx.local_alloc((2 * BLOCK_D, 32), tl.float32, TILES)
+    dq_stages = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * TILES, reuse=sum_stages)
     k_full = tlx.alloc_barriers(2, arrive_count=1)
     k_empty = tlx.alloc_warp_barrier(2, 4, 2)
     v_full = tlx.alloc_barriers(1, arrive_count=1)
     v_empty = tlx.alloc_warp_barrier(1, 4, 2)
     q_full = tlx.alloc_barriers(2, arrive_count=1)
     q_empty = tlx.alloc_warp_barrier(2, 4, 2)
-    sum_full = tlx.alloc_warp_barrier(Q_TILES, 4)
-    sum_empty = tlx.alloc_barriers(Q_TILES, arrive_count=1)
+    sum_full = tlx.alloc_warp_barrier(TILES, 4)
+    sum_empty = tlx.alloc_barriers(TILES, arrive_count=1)
     summed = tlx.alloc_barriers(1, arrive_count=1)
     left_full = tlx.alloc_warp_barrier(2, 4)
     left_empty = tlx.alloc_barriers(2, arrive_count=1)
@@ -229,9 +214,9 @@ def hopper_backward_kernel(
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            _consume(0, consumer, ring, TABLE, single, pairs, SHAPE, EDGES, DTYPE)
+            _consume(0, consumer, ring, TABLE, single, pairs, OPTIONS)
         with tlx.async_task(num_warps=4, registers=240):
-            _consume(1, consumer, ring, TABLE, single, pairs, SHAPE, EDGES, DTYPE)
+            _consume(1, consumer, ring, TABLE, single, pairs, OPTIONS)
         with tlx.async_task(num_warps=1, registers=24):
             to = Loads(
                 desc_q=desc_q, desc_k=desc_k, desc_v=desc_v, desc_do=desc_do,
@@ -240,7 +225,7 @@ def hopper_backward_kernel(
                 k_full=k_full, k_empty=k_empty, v_full=v_full, v_empty=v_empty,
                 q_full=q_full, q_empty=q_empty,
             )  # fmt: skip
-            load(to, ring, TABLE, COUNTER, single, pairs, units, stats, SHAPE)
+            load(to, ring, TABLE, COUNTER, single, pairs, units, stats, OPTIONS)
         with tlx.async_task(num_warps=1, registers=24):
             of = Stores(
                 desc_dk=desc_dk, desc_dv=desc_dv, desc_dq=desc_dq, desc_sums=desc_sums,
@@ -248,4 +233,4 @@ def hopper_backward_kernel(
                 sum_full=sum_full, sum_empty=sum_empty, summed=summed,
                 left_full=left_full, left_empty=left_empty,
             )  # fmt: skip
-            store(of, ring, TABLE, single, pairs, SHAPE)
+            store(of, ring, TABLE, single, pairs, OPTIONS)

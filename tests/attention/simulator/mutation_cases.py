@@ -15,6 +15,7 @@ from gem.attention.backends import (
     tlx_backward_copies,
     tlx_backward_steps,
     tlx_backward_sums,
+    tlx_backward_tiles,
     tlx_common,
     tlx_forward_steps,
     tlx_forward_tiles,
@@ -207,8 +208,8 @@ BACKWARD = Case(
     ],
     [
         alias("v_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2)", "k_tiles"),
-        alias("do_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * Q_TILES)", "q_tiles"),
-        alias("delta_tiles = tlx.local_alloc((64,), tl.float32, 2 * Q_TILES)", "lse_tiles"),
+        alias("do_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * TILES)", "q_tiles"),
+        alias("delta_tiles = tlx.local_alloc((64,), tl.float32, 2 * TILES)", "lse_tiles"),
         ("the first tile adds", "fresh = order == 1", "fresh = order == 5"),
         ("every tile of a whole sample writes", "fresh = order == 1", "fresh = order >= 1"),
         ("every tile writes", "fresh = order == 1", "fresh = True"),
@@ -222,7 +223,7 @@ BACKWARD = Case(
         ("sums have room before dK has left", "sum_empty[0], pred=not last", "sum_empty[0]"),
         ("dK has room after every step", "summed[0], pred=last", "summed[0]"),
         ("values are free after every step", "pred=last)\n    ds = ", "pred=True)\n    ds = "),
-        ("dV where the other consumer's is", "dv_stages[SHAPE.TILES * cid]", "dv_stages[0]"),
+        ("dV where the other consumer's is", "dv_stages[OPTIONS.TILES * cid]", "dv_stages[0]"),
         ("the other consumer's dK", "dq_stages[c]", "dq_stages[1 - c]"),
     ],
     {
@@ -238,7 +239,7 @@ BACKWARD = Case(
             " which the consumer has waited",
         ),
     },
-    [tlx_backward_sums, tlx_backward_copies, tlx_backward_steps],
+    [tlx_backward_sums, tlx_backward_tiles, tlx_backward_copies, tlx_backward_steps],
 )
 
 SHARED_BACKWARD = Case(
