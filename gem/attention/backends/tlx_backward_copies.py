@@ -128,9 +128,10 @@ class Stores(NamedTuple):
 
     Attributes:
         sum_stages: dQ of a step, TILES, in float32, with sum_full and sum_empty.
-        dq_stages: in the same place, 2 * TILES `[64, BLOCK_D]`: dQ without sums, and dK.
-        dv_stages: in place of dS. Of both, every TILES-th is used, one for each consumer.
-        summed: the barrier to say that all dQ of a tile has left, so that dK can follow.
+        dq_stages: in the same place, 2 * TILES `[64, BLOCK_D]`: dQ without sums, every other one,
+            and with TILES 1 a consumer's dK, in its own.
+        dv_stages: in place of dS: TILES for each consumer, of dV and, with TILES 2, of dK.
+        summed: the barrier to say that all dQ of a tile has left, so that dK can follow (TILES 1).
         left_full, left_empty: of dK and dV, one for each consumer.
     """
 
@@ -152,8 +153,8 @@ class Stores(NamedTuple):
 def store(of, ring, TABLE, single, pairs, OPTIONS: tl.constexpr):
     """Copies all results out.
 
-    dQ of whole samples is written by the first tile of keys, to which the second adds; if it is
-    alone, it has no sums.
+    dQ of whole samples is written by the first tile of keys, to which the second adds; of one that
+    is alone, with ALONE, there are no sums.
     """
     TILES: tl.constexpr = OPTIONS.TILES
     BLOCK_Q: tl.constexpr = 64 * TILES

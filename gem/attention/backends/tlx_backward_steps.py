@@ -24,12 +24,14 @@ class Consumer(NamedTuple):
         lse_tiles, delta_tiles: `[64]` for each of these; Q_STAGES barriers are for all four.
         ds_tiles: dS^T `[128, 64]` of both consumers, TILES for either of two steps.
         ds_stages: the same, `[64, 64]` of a consumer, to be written.
-        dv_stages: for dV `[64, BLOCK_D]`, in place of dS.
-        left_full, left_empty: the barriers of dK and dV, one for each consumer.
+        dv_stages: for dV `[64, BLOCK_D]` and, with TILES 2, dK, in place of dS.
+        left_full, left_empty: the barriers of dK and dV, one for each consumer; dS is written
+            after the latter.
         sum_stages: for dQ, TILES stages of float32, and their barriers.
-        dq_stages: in the same place, `[64, BLOCK_D]`, for dQ without sums, and dK after `summed`.
+        dq_stages: in the same place, `[64, BLOCK_D]`, for dQ without sums and, with TILES 1, dK,
+            after `summed`.
         left, right: of the window.
-        scale: of scores; natural_scale: of dQ.
+        scale: of scores; natural_scale: of dK, and of dQ without sums.
     """
 
     k_tiles: tlx.buffered_tensor

@@ -35,8 +35,9 @@ def statistics_kernel(
 
     TILES is that of `schedule.statistic_tiles` for BLOCK rows. delta is
     sum(dout * out) - dlse, and the log-sum-exp is in base 2. It is +inf, so that exp gives 0, where
-    a query sees nothing or is not there; then delta is 0. CLEAR: SUMS of `add_sums` become 0 where
-    TILES asks for it, and always COUNTER, from which CTAs of the next kernel take their tiles.
+    a query sees nothing or is not there; of the latter delta is 0. CLEAR: SUMS of `dq_kernel`
+    become 0 where TILES asks for it, and always COUNTER, from which CTAs of the next kernel take
+    their tiles.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -94,7 +95,10 @@ def dq_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """DQ `[rows, HEADS, DIM]` of the float32 sums `[tiles, HEADS, 64 * BLOCK_D]` of `add_sums`.
+    """DQ `[rows, HEADS, DIM]` of float32 sums `[tiles, HEADS, 64 * BLOCK_D]`.
+
+    The sums are those that `hopper_backward_kernel` has added, in the order of
+    `in_registers_order`.
 
     Grid: (tiles of 64 queries, HEADS). TILES is as in `statistics_kernel`; where q is shared it is
     not used, and `queries` are DQ's rows. With ALONE some tiles of keys have written DQ themselves.

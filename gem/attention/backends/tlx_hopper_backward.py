@@ -11,12 +11,12 @@ keys, with their dK and dV in registers. Queries and dout stream by; for 64 (at 
 
 (FlashAttention-2, arXiv 2307.08691, algorithm 2). dQ of a tile of queries is one consumer's task,
 in turns; only one of them waits for the other, so that they do not march in step and one has the
-tensor cores while the other is in its softmax. At dim 64 each takes one of a step's two tiles. dQ
-leaves by a TMA copy that adds to float32 sums in global memory (`tlx_backward_sums`). The order of
-these additions is not fixed, but for whole samples, all of whose keys one CTA has: there the first
-tile writes the sums, which need not be cleared, and the second waits for these writes; a tile that
-is alone writes dQ itself, unless heads are grouped. Without WITH_DQ there are no additions, and a
-kernel that keeps queries computes dQ.
+tensor cores while the other is in its softmax. At dim 64 each takes one of a step's two tiles, and
+both wait. dQ leaves by a TMA copy that adds to float32 sums in global memory (`tlx_backward_sums`).
+The order of these additions is not fixed, but for whole samples, all of whose keys one CTA has:
+there the first tile writes the sums, which need not be cleared, and the second waits for these
+writes; a tile that is alone writes dQ itself, unless heads are grouped. Without WITH_DQ there are
+no additions, and a kernel that keeps queries computes dQ.
 
 All copies are made by two warps beside the consumers (`tlx_backward_copies`). The keys of the next
 tile are copied while this one runs, and its values as soon as this one's last dP is known; dK and
@@ -65,7 +65,7 @@ def _consume(
         alone = tl.load(row + 9) == 3 if OPTIONS.ALONE else False
         first_j += 64 * cid
         blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
-        # The tile's first key as the queries count, from the first step's first one.
+        # This consumer's first key as the queries count, from the first step's first one.
         first = first_j - (keys - queries) - q_begin
         # A consumer without keys has other steps. The first one has some in every tile.
         mine = blocks
@@ -104,7 +104,8 @@ def _consume(
                 steps_without_keys(mine, blocks, consumer, this, count, cid, OPTIONS)
             count += blocks
         tlx.barrier_arrive(consumer.k_empty[ks])
-        # This consumer alone has read the tiles of dS at whose place dV is staged, and is done.
+        # This consumer alone has read the tiles of dS at whose place dV is staged, and is done; the
+        # other one has written them, but before that, and again only once dV has left.
         tlx.barrier_wait(consumer.left_empty[cid], (tile & 1) ^ 1)
         tlx.local_store(consumer.dv_stages[OPTIONS.TILES * cid], dv.to(OPTIONS.DTYPE))
         if OPTIONS.TILES == 2:  # there is room beside dV
@@ -200,7 +201,7 @@ def hopper_backward_kernel(
         full=tlx.alloc_warp_barrier(TILE_STAGES, 1),
         empty=tlx.alloc_warp_barrier(TILE_STAGES, 9),
     )
-    # At the named barrier 9 + cid a consumer waits for the other's dS.
+    # At the named barrier 9 + cid (at dim 64 both at 9) a consumer waits for the other's dS.
     consumer = Consumer(
         k_tiles=k_tiles, v_tiles=v_tiles, k_full=k_full, k_empty=k_empty,
         v_full=v_full, v_empty=v_empty,
