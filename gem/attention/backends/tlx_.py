@@ -18,7 +18,7 @@ from gem.attention import schedule
 from gem.attention.backends import Call, triton_
 from gem.attention.backends.tlx_backward import backward  # noqa: F401 - this backend's
 from gem.attention.backends.tlx_common import (
-    OWN_ALLOCATION,
+    LAUNCH_OPTIONS,
     block_columns,
     is_narrow,
     processors,
@@ -192,11 +192,9 @@ def launch(
             P_WIDE=shape.p_wide,
             PACKED=packed(call, shape),
             COUNTER=shape.counter,
-            ptx_options=OWN_ALLOCATION,
-            num_warps=4,
+            **LAUNCH_OPTIONS,
             # Triton would ask for one register too many where there is one consumer.
             **({"maxnreg": 248} if shape.consumers == 1 else {}),
-            num_stages=1,  # the software pipeliner has nothing to do here
         )
     if empty:
         triton_.run(

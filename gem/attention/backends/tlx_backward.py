@@ -20,7 +20,7 @@ from gem.attention import schedule
 from gem.attention.backends import Call, triton_
 from gem.attention.backends.tlx_backward_sums import dq_kernel, statistics_kernel
 from gem.attention.backends.tlx_common import (
-    OWN_ALLOCATION,
+    LAUNCH_OPTIONS,
     block_columns,
     is_narrow,
     processors,
@@ -247,9 +247,7 @@ class _Backward:
             WITH_DQ=not form.split,
             WHOLE=form.whole,
             ALONE=alone,
-            ptx_options=OWN_ALLOCATION,
-            num_warps=4,
-            num_stages=1,
+            **LAUNCH_OPTIONS,
         )
         if form.split:
             return
@@ -291,8 +289,6 @@ class _Backward:
             CONSUMERS=consumers,
             STAGES=256 // self.block_d,
             HAS_DLSE=self.dlse is not None,
-            ptx_options=OWN_ALLOCATION,
-            num_warps=4,
-            num_stages=1,
+            **LAUNCH_OPTIONS,
         )
         triton_.sum_partial(partial, self.dq, call.scale)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gem.attention.backends.tlx_backward_tiles import queries_of, unit
+from gem.attention.backends.tlx_backward_tiles import queries_of, steps_of, unit
 from gem.attention.backends.tlx_common import (
     answer,
     ask,
@@ -93,7 +93,7 @@ def load(to, ring, TABLE, COUNTER, single, pairs, units, stats, OPTIONS: tl.cons
             tlx.barrier_wait(to.k_empty[ks], ((tile // OPTIONS.K_STAGES) & 1) ^ 1)
             tlx.barrier_expect_bytes(to.k_full[ks], 2 * TILE_BYTES)
             copy_rows(to.desc_k, to.k_tiles[ks], to.k_full[ks], k_first, keys, first_j, kv_head)
-            blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
+            blocks = steps_of(q_begin, q_end, OPTIONS)
             for g in tl.range(0, OPTIONS.GROUP):
                 head = kv_head * OPTIONS.GROUP + g
                 for x in tl.range(0, blocks):
@@ -157,7 +157,6 @@ def store(of, ring, TABLE, single, pairs, OPTIONS: tl.constexpr):
     is alone, with ALONE, there are no sums.
     """
     TILES: tl.constexpr = OPTIONS.TILES
-    BLOCK_Q: tl.constexpr = 64 * TILES
     count = 0
     tile = 0
     number, _ = unit(tl.program_id(0), single, pairs)
@@ -167,7 +166,7 @@ def store(of, ring, TABLE, single, pairs, OPTIONS: tl.constexpr):
         if OPTIONS.WITH_DQ:
             out_first, queries, stats_first, q_begin, q_end = queries_of(row)
             order = tl.load(row + 9) if OPTIONS.WHOLE else 0
-            blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
+            blocks = steps_of(q_begin, q_end, OPTIONS)
             if OPTIONS.WHOLE:
                 if order == 2:  # the sums that the tile before has written are in place
                     wait_for_writes()

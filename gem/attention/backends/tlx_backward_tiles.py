@@ -60,3 +60,10 @@ def queries_of(row):
         tl.load(row + 2),
         tl.load(row + 3),
     )
+
+
+@triton.jit
+def steps_of(q_begin, q_end, OPTIONS: tl.constexpr):
+    """Steps that it takes to go through the queries of one head that see a tile."""
+    BLOCK_Q: tl.constexpr = 64 * OPTIONS.TILES
+    return (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q

@@ -16,7 +16,8 @@ _MOST = 0x7FFF0000
 # Triton asks ptxas for register allocation of level 2 where its own is 4, since ptxas 13 fails at
 # some kernels (triton-lang/triton issue 8488). Ours are none of these, but at level 2 those that
 # are short of registers spill, even within loops. The last level named counts.
-OWN_ALLOCATION = "--regAllocOptLevel=4"
+# The software pipeliner (num_stages) has nothing to do in these kernels.
+LAUNCH_OPTIONS = {"num_warps": 4, "num_stages": 1, "ptx_options": "--regAllocOptLevel=4"}
 TILE_STAGES = tl.constexpr(2)  # numbers of tiles that a producer is ahead at most
 
 

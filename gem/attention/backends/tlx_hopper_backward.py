@@ -38,7 +38,7 @@ from gem.attention.backends.tlx_backward_steps import (
     steps,
     steps_without_keys,
 )
-from gem.attention.backends.tlx_backward_tiles import Options, Ring, queries_of, unit
+from gem.attention.backends.tlx_backward_tiles import Options, Ring, queries_of, steps_of, unit
 from gem.attention.backends.tlx_common import TILE_STAGES, handed_over, rows_of
 
 
@@ -64,7 +64,7 @@ def _consume(
         _, queries, _, q_begin, q_end = queries_of(row)
         alone = tl.load(row + 9) == 3 if OPTIONS.ALONE else False
         first_j += 64 * cid
-        blocks = (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
+        blocks = steps_of(q_begin, q_end, OPTIONS)
         # This consumer's first key as the queries count, from the first step's first one.
         first = first_j - (keys - queries) - q_begin
         # A consumer without keys has other steps. The first one has some in every tile.
