@@ -10,6 +10,7 @@ from gem.attention.testing import (
     Problem,
     assert_close_to_reference,
     attend,
+    compare,
     random_problem,
     reference,
 )
@@ -35,6 +36,18 @@ def test_against_the_reference(queries, lengths, heads, kv_heads):
     assert results["lse"].shape == (len(lengths), queries, heads)
     assert results["dq"].shape == problem.q.shape
     assert_close_to_reference(results, problem)
+
+
+def test_dq_of_few_queries_does_not_lose_to_a_long_sum():
+    # One product of one row adds 2048 keys in a chain; the yardstick has such a product.
+    errors = []
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        problem = random_problem(1, [2048], dim=8, generator=generator)
+        compared = compare(attend(problem, "torch"), problem)["dq"]
+        errors.append((compared.errors[1], compared.yardstick[1]))
+    ours, yardstick = torch.tensor(errors).square().mean(0).sqrt().tolist()
+    assert ours < 0.7 * yardstick
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
