@@ -29,8 +29,8 @@ def machine_code(result):
     return [(int(m[1], 16), m[2].strip()) for m in found]
 
 
-def product_loops(code):
-    """The innermost loops with matrix products, each a list of instructions."""
+def product_loops(code, addresses=False):
+    """The innermost loops with matrix products, each a list of instructions (or as in `code`)."""
     loops = []
     for place, (address, instruction) in enumerate(code):
         jump = re.search(r"BRA (0x[0-9a-f]+)", instruction)
@@ -39,8 +39,9 @@ def product_loops(code):
         if jump and int(jump[1], 16) < address and not waits:
             loops.append((int(jump[1], 16), address))
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    bodies = [[i for at, i in code if begin <= at <= end] for begin, end in inner]
-    return [body for body in bodies if any("HGMMA" in i for i in body)]
+    bodies = [[(at, i) for at, i in code if begin <= at <= end] for begin, end in inner]
+    bodies = [body for body in bodies if any("HGMMA" in i for _, i in body)]
+    return bodies if addresses else [[i for _, i in body] for body in bodies]
 
 
 def spilled(loop):
@@ -76,6 +77,46 @@ def test_the_hopper_forward_neither_spills_nor_serializes_in_its_loops(name):
     # What carrying probabilities in pairs or in float32 spares: joining halves for their product.
     joins = [sum("PRMT" in i for i in loop) for loop in unmasked(loops)]
     assert max(joins) <= (64 if name == "causal_d128" else 4)
+
+
+def shortest_way(loop):
+    """The instructions of the shortest way from a loop's begin to its end."""
+    places = {address: place for place, (address, _) in enumerate(loop)}
+    ways = {len(loop): ()}  # from each place on, as linked lists
+    lengths = {len(loop): 0}
+    for place, (address, instruction) in reversed(list(enumerate(loop))):
+        after = [place + 1]
+        jump = re.match(r"(@!?U?P\d )?BRA (0x[0-9a-f]+)", instruction)
+        if jump and int(jump[2], 16) in places and int(jump[2], 16) > address:
+            after = [places[int(jump[2], 16)]] + (after if jump[1] else [])
+        best = min(after, key=lengths.get)
+        ways[place], lengths[place] = (instruction, ways[best]), lengths[best] + 1
+    taken, way = [], ways[0]
+    while way:
+        taken.append(way[0])
+        way = way[1]
+    return taken
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("form", ["q64", "q192", "q256", "self", "causal", "window"])
+def test_the_lazy_hopper_forward_asks_for_no_maxima(form, dim):
+    result = compiled(f"lazy_{form}_d{dim}_hopper_forward_kernel")
+    assert not [n for n in result.notices if re.search(r"C75\d\d|serialized", n)]
+    assert result.spill_stores <= (16 if dim == 128 and form in ("causal", "window") else 0)
+    code = machine_code(result)
+    loops = product_loops(code)
+    assert not any(spilled(loop) for loop in loops)
+    ways = [shortest_way(loop) for loop in product_loops(code, addresses=True)]
+    checked = [way for way in ways if any("STS" in i for i in way)]
+    assert len(checked) >= 2
+    for way in checked:
+        # Nor is the output multiplied: what is left is for one row in each thread.
+        assert sum("FMNMX" in i or "FMUL" in i for i in way) <= 8
+        # Warps wait for each other between reports and reading, and before the next reports.
+        order = [m[0] for i in way if (m := re.search(r"\b(STS|LDS|BAR\.SYNC)\b", i))]
+        assert re.search("STS (BAR.SYNC )+LDS", " ".join([*order, *order]))
+        assert re.search("LDS (BAR.SYNC )+STS", " ".join([*order, *order]))
 
 
 def backward_loops(loops):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from gem.attention.backends import tlx_, triton_
-from gem.attention.testing import call_of, random_problem
+from gem.attention.testing import assert_close_to_reference, call_of, random_problem
+from tests.attention.simulator.helpers import RISING, rising_problem
 
 pytestmark = pytest.mark.gpu
 
@@ -23,6 +24,8 @@ SHAPES = {
         Shape(3, 64, 6, 1, 160, keep_q=True),
         Shape(2, 128, 4, 2, 240, counter=True),
         Shape(3, 64, 6, 1, 160, keep_q=True, counter=True),
+        Shape(2, 128, 4, 2, 240, ping_pong=True, lazy=True),
+        Shape(3, 64, 6, 1, 160, keep_q=True, counter=True, lazy=True),
     ],
     128: [
         Shape(1, 64, 5, 2, 232),
@@ -36,6 +39,11 @@ SHAPES = {
         Shape(2, 64, 4, 1, 240, p_wide=True),
         Shape(2, 128, 2, 2, 240, ping_pong=True, counter=True),
         Shape(3, 64, 4, 1, 160, p_wide=True, counter=True),
+        Shape(1, 64, 5, 2, 232, p_wide=True, lazy=True),
+        Shape(2, 64, 4, 2, 240, ping_pong=True, p_wide=True, lazy=True),
+        Shape(2, 128, 2, 2, 240, ping_pong=True, lazy=True),
+        Shape(2, 128, 2, 2, 240, ping_pong=True, counter=True, lazy=True),
+        Shape(3, 64, 4, 1, 160, p_wide=True, keep_q=True, lazy=True),
     ],
 }
 ALL_SHAPES = [(dim, shape) for dim, shapes in SHAPES.items() for shape in shapes]
@@ -102,6 +110,16 @@ def test_integers_are_exact_at_every_launch(dim, shape, p_shared):
     for _ in range(50):
         out, _ = launch(problem, shape, p_shared=p_shared)
         assert torch.equal(out, first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", RISING, ids=str)
+def test_scores_that_outgrow_all_before(options, dtype):
+    for dim, shape in ALL_SHAPES:
+        options = {"heads": 4, "dim": dim, "device": "cuda", "dtype": dtype} | options
+        problem = rising_problem([600, 3, 131, 700] * 40, **options)
+        out, lse = launch(problem, shape)
+        assert_close_to_reference({"out": out, "lse": lse}, problem)
 
 
 def test_probabilities_in_registers_and_in_shared_memory_give_the_same_bits():

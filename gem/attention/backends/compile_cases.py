@@ -33,7 +33,13 @@ def compile_cases() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], 
         yield from _cases(f"window_d{dim}", dim, left=256, right=256)
     yield from _cases("gqa_d128", 128, kv_heads=1)
     for queries in (64, 192, 256):
-        yield from _cases(f"counter_q{queries}_d128", 128, queries, counter=True)
+        yield from _cases(f"counter_q{queries}_d128", 128, queries, switch="counter")
+    for dim in (64, 128):
+        for queries in (64, 192, 256):
+            yield from _cases(f"lazy_q{queries}_d{dim}", dim, queries, switch="lazy")
+        yield from _cases(f"lazy_self_d{dim}", dim, switch="lazy")
+        yield from _cases(f"lazy_causal_d{dim}", dim, right=0, switch="lazy")
+        yield from _cases(f"lazy_window_d{dim}", dim, left=256, right=256, switch="lazy")
 
 
 def _cases(
@@ -44,10 +50,10 @@ def _cases(
     left: int | None = None,
     right: int | None = None,
     deterministic: bool = False,
-    counter: bool = False,
+    switch: str | None = None,
     lengths: Sequence[int] = (1024,),
 ) -> Iterator[tuple]:
-    """The kernels of one call, or the TLX forward that takes its tiles from a counter."""
+    """The kernels of one call, or the TLX forward with a switch of its shape on."""
     heads, keys = 4, sum(lengths)
     layout = JaggedLayout.from_lengths(lengths)
     jagged = queries is None
@@ -70,8 +76,8 @@ def _cases(
         k_lengths=layout.lengths,
     )
     with triton_.recorded() as launches:
-        if counter:
-            shape = dataclasses.replace(tlx_.shape_of(call, q), counter=True)
+        if switch:
+            shape = dataclasses.replace(tlx_.shape_of(call, q), **{switch: True})
             tlx_.launch(call, q, kv, kv, shape)
         else:
             out, lse = triton_.forward(call, q, kv, kv)

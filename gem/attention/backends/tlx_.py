@@ -57,6 +57,8 @@ class Shape:
         keep_q: whether CTAs keep their queries from sample to sample, in broadcast attention where
             at most a twentieth of the multiprocessors is left out by it.
         counter: whether CTAs take their tiles from a counter at run time, not by the zig-zag.
+        lazy: whether the running maximum of scores is raised only where a block outgrows it: a
+            quarter fewer instructions in a step. No call takes it, until it has been timed.
     """
 
     consumers: int
@@ -68,6 +70,7 @@ class Shape:
     p_wide: bool = False
     keep_q: bool = False
     counter: bool = False
+    lazy: bool = False
 
 
 def forward_shape(
@@ -116,6 +119,8 @@ def packed(call: Call, shape: Shape) -> bool:
     In most kernels of 64 columns the compiler keeps pairs together by itself; with a window that
     ends on the left, it gains nothing.
     """
+    if shape.lazy:
+        return not shape.p_wide
     return block_columns(call) == 128 and not shape.p_wide and call.left is None
 
 
@@ -168,7 +173,7 @@ def launch(
             tiles.table,
             counters,
             count,
-            call.scale * triton_.LOG2_E,
+            call.scale * triton_.LOG2_E or 2.0**-126,  # so that -inf times it is -inf
             call.left or 0,
             call.right or 0,
             HEADS=call.heads,
@@ -191,6 +196,7 @@ def launch(
             P_SHARED=p_shared,
             P_WIDE=shape.p_wide,
             PACKED=packed(call, shape),
+            LAZY=shape.lazy,
             COUNTER=shape.counter,
             **LAUNCH_OPTIONS,
             # Triton would ask for one register too many where there is one consumer.

@@ -17,6 +17,17 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
+from gem.attention.backends.tlx_forward_softmax import (
+    full,
+    hidden,
+    lazy,
+    masked,
+    raised,
+    report,
+    reported,
+    seen,
+)
+
 
 class Options(NamedTuple):
     """Constants of a consumer: its number, the kernel's constants, and what follows from them.
@@ -24,6 +35,8 @@ class Options(NamedTuple):
     Attributes:
         PIECES: products that an output of BLOCK_D columns takes, see `_weigh`.
         PACKED: probabilities are carried to the next step as pairs of 16 bits.
+        LAZY: `top` is raised only where a block outgrows it, see `tlx_forward_softmax`.
+        EARLY: the next turn to issue products is taken at a step's end.
     """
 
     cid: tl.constexpr
@@ -41,6 +54,8 @@ class Options(NamedTuple):
     P_SHARED: tl.constexpr
     P_WIDE: tl.constexpr
     PACKED: tl.constexpr
+    LAZY: tl.constexpr
+    EARLY: tl.constexpr
     DTYPE: tl.constexpr
 
 
@@ -50,6 +65,7 @@ class Consumer(NamedTuple):
     Attributes:
         k_tiles, v_tiles: STAGES blocks of keys and values `[BLOCK_K, BLOCK_D]`, and their barriers.
         p_tile: `[64, BLOCK_K]`, for the probabilities with P_SHARED.
+        outgrown: `[4]` int8, with LAZY: whether a block outgrew `top` in a row of each warp.
         columns: the numbers below BLOCK_K.
         left, right: of the window.
         scale: of scores.
@@ -62,6 +78,7 @@ class Consumer(NamedTuple):
     v_full: tlx.mbarrier
     v_empty: tlx.mbarrier
     p_tile: tlx.buffered_tensor
+    outgrown: tlx.buffered_tensor
     columns: tl.tensor
     left: tl.tensor
     right: tl.tensor
@@ -109,48 +126,6 @@ def _keys(consumer, tile, x, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _seen(consumer, tile, j, TAIL: tl.constexpr, LEFT_EDGE: tl.constexpr, RIGHT_EDGE: tl.constexpr):
-    """Whether a query sees key j `[BLOCK_K]`: `[64, BLOCK_K]`, or `[1, BLOCK_K]`.
-
-    Only what can fail is asked: TAIL, whether the key is there, and the edges of the window.
-    """
-    i, keys, queries = tile.i, tile.keys, tile.queries
-    if RIGHT_EDGE:
-        end = i + keys - queries + consumer.right + 1
-        if TAIL:
-            end = tl.minimum(end, keys)
-        seen = j[None, :] < end[:, None]
-    else:
-        seen = (j < keys)[None, :]
-    if LEFT_EDGE:
-        seen = seen & (j[None, :] >= (i + keys - queries - consumer.left)[:, None])
-    return seen
-
-
-@triton.jit
-def _masked(s, seen, top, total, scale, WINDOW: tl.constexpr):
-    """(top, total, p, shrink) after a block of which only the pairs `seen` count."""
-    s = tl.where(seen, s * scale, -float("inf"))
-    new_top = tl.maximum(top, tl.max(s, 1))
-    finite = new_top
-    if WINDOW:  # else every query has seen a key by now
-        finite = tl.where(new_top == -float("inf"), 0.0, new_top)
-    p = tl.math.exp2(s - finite[:, None])
-    shrink = tl.math.exp2(top - finite)
-    return new_top, total * shrink + tl.sum(p, 1), p, shrink
-
-
-@triton.jit
-def _full(s, top, total, scale, FLIPPED: tl.constexpr):
-    """(top, total, p, shrink) after a block of which every pair counts."""
-    highest = (tl.min(s, 1) if FLIPPED else tl.max(s, 1)) * scale
-    new_top = tl.maximum(top, highest)
-    p = tl.math.exp2(s * scale - new_top[:, None])
-    shrink = tl.math.exp2(top - new_top)
-    return new_top, total * shrink + tl.sum(p, 1), p, shrink
-
-
-@triton.jit
 def _weigh(p, v_tile, out0, out1, OPTIONS: tl.constexpr):
     """(out0, out1) with the product of probabilities and values added, by halves of the columns.
 
@@ -162,6 +137,15 @@ def _weigh(p, v_tile, out0, out1, OPTIONS: tl.constexpr):
     else:
         out0 = tlx.async_dot(p, tlx.local_slice(v_tile, [0, 0], [OPTIONS.BLOCK_K, 64]), out0)
         out1 = tlx.async_dot(p, tlx.local_slice(v_tile, [0, 64], [OPTIONS.BLOCK_K, 64]), out1)
+    return out0, out1
+
+
+@triton.jit
+def _shrunk(out0, out1, shrink, OPTIONS: tl.constexpr):
+    """(out0, out1) relative to another `top`."""
+    out0 = out0 * shrink[:, None]
+    if OPTIONS.PIECES == 2:
+        out1 = out1 * shrink[:, None]
     return out0, out1
 
 
@@ -210,9 +194,11 @@ def first_step(consumer, q_tile, tile, top, total, OPTIONS: tl.constexpr):
     s = tlx.async_dot_wait(0, s)
     tlx.barrier_arrive(consumer.k_empty[0])
     j = _keys(consumer, tile, 0, OPTIONS.BLOCK_K)
-    seen = _seen(consumer, tile, j, True, OPTIONS.NEAR, OPTIONS.HAS_RIGHT)
-    top, total, weights, shrink = _masked(s, seen, top, total, consumer.scale, OPTIONS.WINDOW)
+    pairs = seen(consumer, tile, j, True, OPTIONS.NEAR, OPTIONS.HAS_RIGHT)
+    top, total, weights, shrink = masked(s, pairs, top, total, consumer.scale, OPTIONS.WINDOW)
     weights = _carried(weights, OPTIONS)
+    if OPTIONS.EARLY:
+        _take_turn(OPTIONS)
     return weights, top, total
 
 
@@ -236,7 +222,7 @@ def step(
     """Scores of the block x before a tile's last and, meanwhile, the output of the block before,
     whose probabilities `weights` has. `count` is the number of the consumer's blocks before.
 
-    Returns (weights, out0, out1, top, total, shrink); the output is that of before, not yet shrunk.
+    Returns (weights, out0, out1, top, total); with TAIL the output is that of the tile before.
     """
     STAGES: tl.constexpr = OPTIONS.STAGES
     j = _keys(consumer, tile, x, OPTIONS.BLOCK_K)
@@ -247,7 +233,8 @@ def step(
     v_tile, v_full = consumer.v_tiles[before], consumer.v_full[before]
     v_empty, v_phase = consumer.v_empty[before], ((count - 1) // STAGES) & 1
     tlx.barrier_wait(k_full, k_phase)
-    _take_turn(OPTIONS)
+    if not OPTIONS.EARLY:
+        _take_turn(OPTIONS)
     s = tlx.async_dot(q_tile, tlx.local_trans(k_tile))
     tlx.barrier_wait(v_full, v_phase)
     p = _left_operand(weights, OPTIONS)
@@ -260,17 +247,40 @@ def step(
     _pass_turn(OPTIONS)
     s = tlx.async_dot_wait(OPTIONS.PIECES, s)
     tlx.barrier_arrive(k_empty)
-    if TAIL or LEFT_EDGE or RIGHT_EDGE:
-        seen = _seen(consumer, tile, j, TAIL, LEFT_EDGE, RIGHT_EDGE)
-        top, total, weights, shrink = _masked(s, seen, top, total, consumer.scale, OPTIONS.WINDOW)
+    MASKED: tl.constexpr = TAIL or LEFT_EDGE or RIGHT_EDGE
+    LAZY: tl.constexpr = OPTIONS.LAZY and not TAIL
+    scale = consumer.scale
+    if MASKED:
+        pairs = seen(consumer, tile, j, TAIL, LEFT_EDGE, RIGHT_EDGE)
+        if OPTIONS.LAZY:
+            s = hidden(s, pairs, OPTIONS.FLIPPED)
+    if LAZY:
+        weights, added = lazy(s, top, scale)
+    elif OPTIONS.LAZY:
+        top, total, weights, shrink = raised(s, top, total, scale, OPTIONS)
+    elif MASKED:
+        top, total, weights, shrink = masked(s, pairs, top, total, scale, OPTIONS.WINDOW)
     else:
-        top, total, weights, shrink = _full(s, top, total, consumer.scale, OPTIONS.FLIPPED)
+        top, total, weights, shrink = full(s, top, total, scale, OPTIONS.FLIPPED)
     out0 = tlx.async_dot_wait(0, out0)
     if OPTIONS.PIECES == 2:
         out1 = tlx.async_dot_wait(0, out1)
     tlx.barrier_arrive(v_empty)
     weights = _carried(weights, OPTIONS)
-    return weights, out0, out1, top, total, shrink
+    if LAZY:
+        report(consumer.outgrown, top, added, OPTIONS)
+    if OPTIONS.EARLY:  # between, as warps wait for each other here too
+        _take_turn(OPTIONS)
+    if LAZY:
+        if reported(consumer.outgrown):
+            top, total, again, shrink = raised(s, top, total, scale, OPTIONS)
+            weights = _carried(again, OPTIONS)
+            out0, out1 = _shrunk(out0, out1, shrink, OPTIONS)
+        else:
+            total += added
+    elif not TAIL:  # else it is the output of another tile
+        out0, out1 = _shrunk(out0, out1, shrink, OPTIONS)
+    return weights, out0, out1, top, total
 
 
 @triton.jit
@@ -294,13 +304,10 @@ def _steps(
     the last. An edge says that the window may end there within the block.
     """
     for x in tl.range(x_begin, x_end):
-        weights, out0, out1, top, total, shrink = step(
+        weights, out0, out1, top, total = step(
             consumer, q_tile, tile, x, weights, out0, out1, top, total, count, OPTIONS, False,
             LEFT_EDGE, RIGHT_EDGE,
         )  # fmt: skip
-        out0 = out0 * shrink[:, None]
-        if OPTIONS.PIECES == 2:
-            out1 = out1 * shrink[:, None]
         count += 1
     return weights, out0, out1, top, total, count
 
@@ -365,6 +372,8 @@ def last_product(consumer, weights, out0, out1, count, OPTIONS: tl.constexpr):
     tlx.barrier_wait(consumer.v_full[before], ((count - 1) // OPTIONS.STAGES) & 1)
     p = _left_operand(weights, OPTIONS)
     out0, out1 = _weigh(p, consumer.v_tiles[before], out0, out1, OPTIONS)
+    if OPTIONS.EARLY:
+        _pass_turn(OPTIONS)
     out0 = tlx.async_dot_wait(0, out0)
     if OPTIONS.PIECES == 2:
         out1 = tlx.async_dot_wait(0, out1)

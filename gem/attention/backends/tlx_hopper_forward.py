@@ -114,6 +114,7 @@ def hopper_forward_kernel(
     P_SHARED: tl.constexpr,
     P_WIDE: tl.constexpr,
     PACKED: tl.constexpr,
+    LAZY: tl.constexpr,
     COUNTER: tl.constexpr,
 ):
     """out and lse of all tiles. `scale` holds log2(e) too; FLIPPED says that it is negative.
@@ -127,6 +128,9 @@ def hopper_forward_kernel(
     WINDOW: tl.constexpr = HAS_LEFT or HAS_RIGHT
     PIECES: tl.constexpr = BLOCK_D // BLOCK_K if BLOCK_D > BLOCK_K else 1
     WIDTH: tl.constexpr = BLOCK_D // PIECES
+    # With one tile of queries in shared memory a consumer would wait for the next tile's while the
+    # other, which still reads them, waits for its turn.
+    EARLY: tl.constexpr = LAZY and Q_STAGES > 1
     KV_BYTES: tl.constexpr = BLOCK_K * BLOCK_D * 2
     Q_BYTES: tl.constexpr = 64 * CONSUMERS * BLOCK_D * 2
     q_tiles = tlx.local_alloc((64, BLOCK_D), DTYPE, CONSUMERS * Q_STAGES)
@@ -137,6 +141,10 @@ def hopper_forward_kernel(
         p_tiles = tlx.local_alloc((64, BLOCK_K), DTYPE, CONSUMERS)
     else:  # not used
         p_tiles = q_tiles
+    if LAZY:
+        outgrown = tlx.local_alloc((4,), tl.int8, CONSUMERS)
+    else:  # not used
+        outgrown = q_tiles
     q_full = tlx.alloc_barriers(Q_STAGES, arrive_count=1)
     q_empty = tlx.alloc_barriers(Q_STAGES, arrive_count=CONSUMERS)
     k_full = tlx.alloc_barriers(STAGES, arrive_count=1)
@@ -210,13 +218,13 @@ def hopper_forward_kernel(
                 cid=cid, CONSUMERS=CONSUMERS, BLOCK_K=BLOCK_K, PIECES=PIECES, STAGES=STAGES,
                 WINDOW=WINDOW, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, NARROW=NARROW, NEAR=NEAR,
                 FLIPPED=FLIPPED, PING_PONG=PING_PONG, P_SHARED=P_SHARED, P_WIDE=P_WIDE,
-                PACKED=PACKED, DTYPE=DTYPE,
+                PACKED=PACKED, LAZY=LAZY, EARLY=EARLY, DTYPE=DTYPE,
             )  # fmt: skip
             consumer = Consumer(
                 k_tiles=k_tiles, k_full=k_full, k_empty=k_empty,
                 v_tiles=v_tiles, v_full=v_full, v_empty=v_empty,
-                p_tile=p_tiles[cid if P_SHARED else 0], columns=tl.arange(0, BLOCK_K),
-                left=left, right=right, scale=scale,
+                p_tile=p_tiles[cid if P_SHARED else 0], outgrown=outgrown[cid if LAZY else 0],
+                columns=tl.arange(0, BLOCK_K), left=left, right=right, scale=scale,
             )  # fmt: skip
             if PING_PONG and cid == CONSUMERS - 1:
                 tlx.named_barrier_arrive(9, 256)
@@ -274,7 +282,7 @@ def hopper_forward_kernel(
                     if not KEEP_Q:
                         qs = turn % Q_STAGES
                         tlx.barrier_wait(q_full[qs], (turn // Q_STAGES) & 1)
-                    weights, out0, out1, new_top, new_total, shrink = step(
+                    weights, out0, out1, new_top, new_total = step(
                         consumer, q_tiles[qs * CONSUMERS + cid],
                         Tile(i, begin, blocks, keys, queries), 0, weights, out0, out1, nothing,
                         zero, count, OPTIONS, True, NEAR, HAS_RIGHT,

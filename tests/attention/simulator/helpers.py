@@ -47,6 +47,36 @@ def problem_of(rng, dim=None, q_lengths=None, k_lengths=None, most_queries=200):
     return random_problem(q_lengths, k_lengths, spare=rng.choice([0, 3]), **options)
 
 
+# Options for `rising_problem`.
+RISING = (
+    {"q_lengths": 70},
+    {"q_lengths": 70, "scale": -0.125},
+    {"q_lengths": 70, "scale": 0.0},
+    {"causal": True},
+    {"window": (150, 90)},
+)
+
+
+def rising_problem(lengths, q_lengths=None, **options):
+    """A problem whose scores rise by hundreds from block to block, last to first: past what an
+    exponential holds that is held against a block before. The first keys get all the weight.
+
+    Args:
+        lengths: of the keys.
+        q_lengths, options: as in `random_problem`, which makes it but for the keys' size.
+    """
+    problem = random_problem(
+        lengths if q_lengths is None else q_lengths,
+        lengths,
+        generator=torch.Generator().manual_seed(0),
+        **options,
+    )
+    place = torch.cat([torch.arange(n) for n in lengths]).to(problem.k.device)
+    rise = 1 + 6 * (600 - place).clamp(min=0) / 128
+    k = (problem.k * rise.view(-1, 1, 1)).to(problem.k.dtype)
+    return dataclasses.replace(problem, k=k)
+
+
 # The switches of a shape.
 SWITCHES = [f.name for f in dataclasses.fields(tlx_.Shape) if f.default is False]
 

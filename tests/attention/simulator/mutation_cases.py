@@ -17,6 +17,7 @@ from gem.attention.backends import (
     tlx_backward_sums,
     tlx_backward_tiles,
     tlx_common,
+    tlx_forward_softmax,
     tlx_forward_steps,
     tlx_forward_tiles,
     tlx_hopper_backward,
@@ -156,6 +157,8 @@ FORWARD = Case(
         Launch(64, {"causal": True}, 4, shape=Shape(3, 64, 2, 1, 160), p_shared=True),
         Launch(64, {"causal": True}, shape=with_all(Shape(2, 128, 2, 2, 240))),
         Launch(64, {"queries": 130}, 4, shape=with_all(Shape(2, 64, 2, 1, 240))),
+        # Scores whose exponentials no half precision holds against another block's maximum.
+        Launch(64, {"queries": 130, "scale": 4.0}, 3, shape=with_all(Shape(2, 64, 3, 2, 240))),
     ],
     [
         alias("v_tiles = tlx.local_alloc((BLOCK_K, BLOCK_D), DTYPE, STAGES)", "k_tiles"),
@@ -167,6 +170,20 @@ FORWARD = Case(
             "tl.num_programs(0) // TEAM + number",
             "tl.num_programs(0) // TEAM + number + 1",
         ),
+        ("no block is too large", "added > LIMIT", "added < 0.0"),
+        ("nobody has seen no key", 'too_low | (top == -float("inf"))', "too_low"),
+        ("the output stays as it was", "            out0, out1 = _shrunk", "            _shrunk"),
+        (
+            "a block worked off again counts twice",
+            "        else:\n            total += added",
+            "        total += added",
+        ),
+        (
+            "the sums are of a block alone",
+            "            total += added",
+            "            total = added",
+        ),
+        ("the first block is lazy too", "OPTIONS.LAZY and not TAIL", "OPTIONS.LAZY"),
     ],
     {
         "always the first buffer: 'turn % 2' -> '(turn % 2) * 0'": (1, NO_ZIGZAG),
@@ -186,7 +203,7 @@ FORWARD = Case(
             " passed",
         ),
     },
-    (tlx_forward_tiles, tlx_forward_steps),
+    (tlx_forward_tiles, tlx_forward_softmax, tlx_forward_steps),
 )
 
 BACKWARD = Case(

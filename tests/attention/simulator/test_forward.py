@@ -9,7 +9,15 @@ import torch
 from gem.attention.backends import tlx_
 from gem.attention.simulator import Counts
 from gem.attention.testing import random_problem
-from tests.attention.simulator.helpers import SWITCHES, launched, problem_of, with_all, wrong
+from tests.attention.simulator.helpers import (
+    RISING,
+    SWITCHES,
+    launched,
+    problem_of,
+    rising_problem,
+    with_all,
+    wrong,
+)
 
 Shape = tlx_.Shape
 SHAPES = {
@@ -20,6 +28,7 @@ SHAPES = {
         Shape(2, 128, 3, 2, 240),
         with_all(Shape(2, 64, 2, 2, 240)),
         Shape(1, 64, 4, 2, 232, counter=True),
+        Shape(2, 128, 3, 2, 240, ping_pong=True, lazy=True),
     ],
     128: [
         Shape(1, 64, 3, 2, 232),
@@ -28,6 +37,8 @@ SHAPES = {
         Shape(3, 64, 3, 1, 160),
         Shape(2, 128, 2, 1, 240, ping_pong=True),
         Shape(2, 128, 2, 2, 240, counter=True),
+        Shape(2, 128, 2, 2, 240, ping_pong=True, counter=True, lazy=True),
+        Shape(3, 64, 4, 1, 160, p_wide=True, keep_q=True, lazy=True),
     ],
 }
 
@@ -93,6 +104,19 @@ def test_windows_that_just_fit_into_a_block(consumers, keys, short, right):
     )  # fmt: skip
     out, lse, _ = launched(problem, Shape(consumers, keys, 2, 1, 160), 0)
     assert not wrong(problem, out, lse)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", RISING, ids=str)
+def test_scores_that_outgrow_all_before(options, dtype, lazy):
+    problem = rising_problem([600, 3, 131], heads=1, dim=64, dtype=dtype, **options)
+    for shape in (
+        Shape(2, 128, 2, 2, 240, ping_pong=True, lazy=lazy),
+        Shape(3, 64, 2, 1, 160, lazy=lazy),
+    ):
+        out, lse, _ = launched(problem, shape, 0)
+        assert not wrong(problem, out, lse)
 
 
 def test_samples_of_no_rows():
