@@ -91,8 +91,8 @@ def report(flags, top, added, OPTIONS: tl.constexpr):
 
     `added` `[64]` are the sums that `lazy` gave.
     """
-    # What 16 bits hold of a row; float32 holds more of their sums, and of products with values.
-    LIMIT: tl.constexpr = 2.0**15 if OPTIONS.DTYPE == tl.float16 else 2.0**60
+    # float16 holds no more. Otherwise products with values of up to 2^80 leave the sums finite.
+    LIMIT: tl.constexpr = 2.0**15 if OPTIONS.DTYPE == tl.float16 else 2.0**32
     too_low = added > LIMIT
     if OPTIONS.WINDOW:  # a query may have seen no key yet
         too_low = too_low | (top == -float("inf"))
