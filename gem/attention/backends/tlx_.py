@@ -119,7 +119,7 @@ def packed(call: Call, shape: Shape) -> bool:
     In most kernels of 64 columns the compiler keeps pairs together by itself; with a window that
     ends on the left, it gains nothing.
     """
-    if shape.lazy:
+    if shape.lazy:  # the compiler finds no one layout for 16-bit numbers that a branch replaces
         return not shape.p_wide
     return block_columns(call) == 128 and not shape.p_wide and call.left is None
 
@@ -173,7 +173,7 @@ def launch(
             tiles.table,
             counters,
             count,
-            call.scale * triton_.LOG2_E or 2.0**-126,  # so that -inf times it is -inf
+            call.scale * triton_.LOG2_E or 2.0**-126,  # -inf, of masked pairs, times 0 is NaN
             call.left or 0,
             call.right or 0,
             HEADS=call.heads,

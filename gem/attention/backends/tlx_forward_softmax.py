@@ -37,25 +37,18 @@ def seen(consumer, tile, j, TAIL: tl.constexpr, LEFT_EDGE: tl.constexpr, RIGHT_E
 
 
 @triton.jit
-def masked(s, seen, top, total, scale, WINDOW: tl.constexpr):
-    """(top, total, p, shrink) after a block of which only the pairs `seen` count."""
+def masked(s, seen, top, total, scale, BLIND: tl.constexpr):
+    """(top, total, p, shrink) after a block of which only the pairs `seen` count.
+
+    BLIND: a query may have seen no key, in this block neither.
+    """
     s = tl.where(seen, s * scale, -float("inf"))
     new_top = tl.maximum(top, tl.max(s, 1))
     finite = new_top
-    if WINDOW:  # else every query has seen a key by now
+    if BLIND:
         finite = tl.where(new_top == -float("inf"), 0.0, new_top)
     p = tl.math.exp2(s - finite[:, None])
     shrink = tl.math.exp2(top - finite)
-    return new_top, total * shrink + tl.sum(p, 1), p, shrink
-
-
-@triton.jit
-def full(s, top, total, scale, FLIPPED: tl.constexpr):
-    """(top, total, p, shrink) after a block of which every pair counts."""
-    highest = (tl.min(s, 1) if FLIPPED else tl.max(s, 1)) * scale
-    new_top = tl.maximum(top, highest)
-    p = tl.math.exp2(s * scale - new_top[:, None])
-    shrink = tl.math.exp2(top - new_top)
     return new_top, total * shrink + tl.sum(p, 1), p, shrink
 
 
@@ -66,12 +59,15 @@ def hidden(s, seen, FLIPPED: tl.constexpr):
 
 
 @triton.jit
-def raised(s, top, total, scale, OPTIONS: tl.constexpr):
-    """(top, total, p, shrink) after a block whose masked pairs, if any, are `hidden`."""
-    highest = (tl.min(s, 1) if OPTIONS.FLIPPED else tl.max(s, 1)) * scale
+def raised(s, top, total, scale, FLIPPED: tl.constexpr, BLIND: tl.constexpr):
+    """(top, total, p, shrink) after a block whose masked pairs, if any, are `hidden`.
+
+    BLIND: a query may have seen no key, in this block neither.
+    """
+    highest = (tl.min(s, 1) if FLIPPED else tl.max(s, 1)) * scale
     new_top = tl.maximum(top, highest)
     finite = new_top
-    if OPTIONS.WINDOW:  # else every query has seen a key by now
+    if BLIND:
         finite = tl.where(new_top == -float("inf"), 0.0, new_top)
     p = tl.math.exp2(s * scale - finite[:, None])
     shrink = tl.math.exp2(top - finite)

@@ -18,7 +18,6 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gem.attention.backends.tlx_forward_softmax import (
-    full,
     hidden,
     lazy,
     masked,
@@ -249,19 +248,19 @@ def step(
     tlx.barrier_arrive(k_empty)
     MASKED: tl.constexpr = TAIL or LEFT_EDGE or RIGHT_EDGE
     LAZY: tl.constexpr = OPTIONS.LAZY and not TAIL
+    BLIND: tl.constexpr = MASKED and OPTIONS.WINDOW
+    FLIPPED: tl.constexpr = OPTIONS.FLIPPED
     scale = consumer.scale
     if MASKED:
         pairs = seen(consumer, tile, j, TAIL, LEFT_EDGE, RIGHT_EDGE)
         if OPTIONS.LAZY:
-            s = hidden(s, pairs, OPTIONS.FLIPPED)
+            s = hidden(s, pairs, FLIPPED)
     if LAZY:
         weights, added = lazy(s, top, scale)
-    elif OPTIONS.LAZY:
-        top, total, weights, shrink = raised(s, top, total, scale, OPTIONS)
-    elif MASKED:
-        top, total, weights, shrink = masked(s, pairs, top, total, scale, OPTIONS.WINDOW)
+    elif MASKED and not OPTIONS.LAZY:
+        top, total, weights, shrink = masked(s, pairs, top, total, scale, BLIND)
     else:
-        top, total, weights, shrink = full(s, top, total, scale, OPTIONS.FLIPPED)
+        top, total, weights, shrink = raised(s, top, total, scale, FLIPPED, BLIND)
     out0 = tlx.async_dot_wait(0, out0)
     if OPTIONS.PIECES == 2:
         out1 = tlx.async_dot_wait(0, out1)
@@ -273,7 +272,7 @@ def step(
         _take_turn(OPTIONS)
     if LAZY:
         if reported(consumer.outgrown):
-            top, total, again, shrink = raised(s, top, total, scale, OPTIONS)
+            top, total, again, shrink = raised(s, top, total, scale, FLIPPED, BLIND)
             weights = _carried(again, OPTIONS)
             out0, out1 = _shrunk(out0, out1, shrink, OPTIONS)
         else:
