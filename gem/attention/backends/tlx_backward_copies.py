@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gem.attention.backends.tlx_backward_tiles import queries_of, steps_of, unit
+from gem.attention.backends.tlx_backward_tiles import dk_place, queries_of, steps_of, unit
 from gem.attention.backends.tlx_common import (
     answer,
     ask,
@@ -128,10 +128,10 @@ class Stores(NamedTuple):
 
     Attributes:
         sum_stages: dQ of a step, TILES, in float32, with sum_full and sum_empty.
-        dq_stages: in the same place, 2 * TILES `[64, BLOCK_D]`: dQ without sums, every other one,
-            and with TILES 1 a consumer's dK, in its own.
+        dq_stages: in the same place, 2 * TILES `[64, BLOCK_D]`: dQ without sums, every other one.
         dv_stages: in place of dS: TILES for each consumer, of dV and, with TILES 2, of dK.
-        summed: the barrier to say that all dQ of a tile has left, so that dK can follow (TILES 1).
+        dk_stages: elsewhere with TILES 1, see `dk_place`.
+        k_empty: the barriers of the keys, in whose place dK may be.
         left_full, left_empty: of dK and dV, one for each consumer.
     """
 
@@ -142,9 +142,10 @@ class Stores(NamedTuple):
     sum_stages: tlx.buffered_tensor
     dq_stages: tlx.buffered_tensor
     dv_stages: tlx.buffered_tensor
+    dk_stages: tlx.buffered_tensor
     sum_full: tlx.mbarrier
     sum_empty: tlx.mbarrier
-    summed: tlx.mbarrier
+    k_empty: tlx.mbarrier
     left_full: tlx.mbarrier
     left_empty: tlx.mbarrier
 
@@ -181,25 +182,18 @@ def store(of, ring, TABLE, single, pairs, OPTIONS: tl.constexpr):
                             of, u, x * TILES + u, sums, out_first, queries, head, order, OPTIONS
                         )
                     tlx.async_descriptor_store_wait(0)
-                    # After a tile's last step the stage may have dK before it has dQ again.
-                    last = (g == OPTIONS.GROUP - 1) & (x == blocks - 1)
-                    if TILES == 2:
-                        tlx.barrier_arrive(of.sum_empty[0])
-                        tlx.barrier_arrive(of.sum_empty[1])
-                    else:
-                        tlx.barrier_arrive(of.sum_empty[0], pred=not last)
-                        tlx.barrier_arrive(of.summed[0], pred=last)
+                    for u in tl.static_range(TILES):
+                        tlx.barrier_arrive(of.sum_empty[u])
                     count += 1
         for c in tl.static_range(2):
             j = first_j + 64 * c
             tlx.barrier_wait(of.left_full[c], tile & 1)
             store_rows(of.desc_dv, of.dv_stages[TILES * c], k_first, keys, j, kv_head)
-            dk_stage = of.dv_stages[2 * c + 1] if TILES == 2 else of.dq_stages[c]
+            dk_stage = of.dk_stages[dk_place(tile, c, OPTIONS)]
             store_rows(of.desc_dk, dk_stage, k_first, keys, j, kv_head)
             tlx.async_descriptor_store_wait(0)
             tlx.barrier_arrive(of.left_empty[c])
-        if OPTIONS.WITH_DQ and TILES == 1:
-            tlx.barrier_arrive(of.sum_empty[0])
+        tlx.barrier_arrive(of.k_empty[tile % OPTIONS.K_STAGES])
         number = handed_over(ring.numbers, ring.full, ring.empty, tile)
         tile += 1
 

@@ -28,8 +28,8 @@ class Consumer(NamedTuple):
         left_full, left_empty: the barriers of dK and dV, one for each consumer; dS is written
             after the latter.
         sum_stages: for dQ, TILES stages of float32, and their barriers.
-        dq_stages: in the same place, `[64, BLOCK_D]`, for dQ without sums and, with TILES 1, dK,
-            after `summed`.
+        dq_stages: in the same place, `[64, BLOCK_D]`, for dQ without sums.
+        dk_stages: for dK, see `dk_place`; with TILES 1 after `k_read`: nobody reads the keys again.
         left, right: of the window.
         scale: of scores; natural_scale: of dK, and of dQ without sums.
     """
@@ -37,7 +37,7 @@ class Consumer(NamedTuple):
     k_tiles: tlx.buffered_tensor
     v_tiles: tlx.buffered_tensor
     k_full: tlx.mbarrier
-    k_empty: tlx.mbarrier
+    k_read: tlx.mbarrier
     v_full: tlx.mbarrier
     v_empty: tlx.mbarrier
     q_tiles: tlx.buffered_tensor
@@ -53,9 +53,9 @@ class Consumer(NamedTuple):
     left_empty: tlx.mbarrier
     sum_stages: tlx.buffered_tensor
     dq_stages: tlx.buffered_tensor
+    dk_stages: tlx.buffered_tensor
     sum_full: tlx.mbarrier
     sum_empty: tlx.mbarrier
-    summed: tlx.mbarrier
     left: tl.tensor
     right: tl.tensor
     scale: tl.tensor
@@ -107,10 +107,15 @@ def _window(consumer, tile, x, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def _dq(consumer, tile, step, ds_at, u, OPTIONS: tl.constexpr):
-    """Computes dQ of the consumer's step `step`, its tile u, whose dS is at ds_at."""
+def _dq(consumer, tile, step, ds_at, u, last, OPTIONS: tl.constexpr):
+    """Computes dQ of the consumer's step `step`, its tile u, whose dS is at ds_at.
+
+    last: whether it is the tile's last step.
+    """
     dq = tlx.async_dot(tlx.local_trans(consumer.ds_tiles[ds_at]), tile.k_tile)
     dq = tlx.async_dot_wait(0, dq)
+    if OPTIONS.TILES == 1:
+        tlx.barrier_arrive(consumer.k_read[0], pred=last)
     _hand_over_dq(consumer, tile, step, dq, u, OPTIONS)
 
 
@@ -169,7 +174,7 @@ def _step_of_one(
     if OPTIONS.WITH_DQ:
         if mine:
             tlx.named_barrier_wait(9 + cid, 256)  # the other has written its dS
-            _dq(consumer, tile, count, ds_at, 0, OPTIONS)
+            _dq(consumer, tile, count, ds_at, 0, last, OPTIONS)
     return dk, dv
 
 
@@ -276,7 +281,8 @@ def steps_without_keys(
         st = step % OPTIONS.Q_STAGES
         ds_at = TILES * (step % 2)
         tlx.barrier_wait(consumer.q_full[st], (step // OPTIONS.Q_STAGES) & 1)
-        tlx.barrier_arrive(consumer.v_empty[0], pred=x == tile.x_last)
+        last = x == tile.x_last
+        tlx.barrier_arrive(consumer.v_empty[0], pred=last)
         tlx.barrier_arrive(consumer.q_empty[st])
         if OPTIONS.WITH_DQ:
             zeros = tl.zeros([64, 64], OPTIONS.DTYPE)
@@ -287,9 +293,9 @@ def steps_without_keys(
             tlx.fence("async_shared")
             if TILES == 2:
                 tlx.named_barrier_wait(9, 256)
-                _dq(consumer, tile, step, ds_at + cid, cid, OPTIONS)
+                _dq(consumer, tile, step, ds_at + cid, cid, last, OPTIONS)
             elif step % 2 == cid:
                 tlx.named_barrier_wait(9 + cid, 256)
-                _dq(consumer, tile, step, ds_at, 0, OPTIONS)
+                _dq(consumer, tile, step, ds_at, 0, last, OPTIONS)
             else:
                 tlx.named_barrier_arrive(10 - cid, 256)

@@ -67,3 +67,15 @@ def steps_of(q_begin, q_end, OPTIONS: tl.constexpr):
     """Steps that it takes to go through the queries of one head that see a tile."""
     BLOCK_Q: tl.constexpr = 64 * OPTIONS.TILES
     return (q_end - q_begin + BLOCK_Q - 1) // BLOCK_Q
+
+
+@triton.jit
+def dk_place(tile, cid: tl.constexpr, OPTIONS: tl.constexpr):
+    """The stage of a consumer's dK of its tile `tile`: with TILES 2 beside dV, else in place of the
+    tile's keys or, where no dQ is added up, of dQ."""
+    if OPTIONS.TILES == 2:
+        return 2 * cid + 1
+    elif OPTIONS.WITH_DQ:
+        return 2 * (tile % OPTIONS.K_STAGES) + cid
+    else:
+        return cid

@@ -38,7 +38,14 @@ from gem.attention.backends.tlx_backward_steps import (
     steps,
     steps_without_keys,
 )
-from gem.attention.backends.tlx_backward_tiles import Options, Ring, queries_of, steps_of, unit
+from gem.attention.backends.tlx_backward_tiles import (
+    Options,
+    Ring,
+    dk_place,
+    queries_of,
+    steps_of,
+    unit,
+)
 from gem.attention.backends.tlx_common import TILE_STAGES, handed_over, rows_of
 
 
@@ -103,17 +110,13 @@ def _consume(
             if cid > 0:
                 steps_without_keys(mine, blocks, consumer, this, count, cid, OPTIONS)
             count += blocks
-        tlx.barrier_arrive(consumer.k_empty[ks])
         # This consumer alone has read the tiles of dS at whose place dV is staged, and is done; the
         # other one has written them, but before that, and again only once dV has left.
         tlx.barrier_wait(consumer.left_empty[cid], (tile & 1) ^ 1)
         tlx.local_store(consumer.dv_stages[OPTIONS.TILES * cid], dv.to(OPTIONS.DTYPE))
-        if OPTIONS.TILES == 2:  # there is room beside dV
-            dk_stage = consumer.dv_stages[2 * cid + 1]
-        else:
-            dk_stage = consumer.dq_stages[cid]
-            if OPTIONS.WITH_DQ:
-                tlx.barrier_wait(consumer.summed[0], tile & 1)
+        dk_stage = consumer.dk_stages[dk_place(tile, cid, OPTIONS)]
+        if OPTIONS.TILES == 1 and OPTIONS.WITH_DQ:
+            tlx.barrier_wait(consumer.k_read[0], tile & 1)
         tlx.local_store(dk_stage, (dk * consumer.natural_scale).to(OPTIONS.DTYPE))
         tlx.fence("async_shared")
         tlx.barrier_arrive(consumer.left_full[cid])
@@ -184,15 +187,21 @@ def hopper_backward_kernel(
     dv_stages = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * TILES * TILES, reuse=ds_tiles)
     sum_stages = tlx.local_alloc((2 * BLOCK_D, 32), tl.float32, TILES)
     dq_stages = tlx.local_alloc((64, BLOCK_D), DTYPE, 2 * TILES, reuse=sum_stages)
+    if TILES == 2:  # there is room beside dV
+        dk_stages = dv_stages
+    elif WITH_DQ:
+        dk_stages = tlx.local_alloc((64, BLOCK_D), DTYPE, 4, reuse=k_tiles)
+    else:
+        dk_stages = dq_stages
     k_full = tlx.alloc_barriers(2, arrive_count=1)
-    k_empty = tlx.alloc_warp_barrier(2, 4, 2)
+    k_empty = tlx.alloc_barriers(2, arrive_count=1)
+    k_read = tlx.alloc_warp_barrier(1, 4)
     v_full = tlx.alloc_barriers(1, arrive_count=1)
     v_empty = tlx.alloc_warp_barrier(1, 4, 2)
     q_full = tlx.alloc_barriers(2, arrive_count=1)
     q_empty = tlx.alloc_warp_barrier(2, 4, 2)
     sum_full = tlx.alloc_warp_barrier(TILES, 4)
     sum_empty = tlx.alloc_barriers(TILES, arrive_count=1)
-    summed = tlx.alloc_barriers(1, arrive_count=1)
     left_full = tlx.alloc_warp_barrier(2, 4)
     left_empty = tlx.alloc_barriers(2, arrive_count=1)
     # Read by two consumers of four warps and the storing one.
@@ -203,13 +212,13 @@ def hopper_backward_kernel(
     )
     # At the named barrier 9 + cid (at dim 64 both at 9) a consumer waits for the other's dS.
     consumer = Consumer(
-        k_tiles=k_tiles, v_tiles=v_tiles, k_full=k_full, k_empty=k_empty,
+        k_tiles=k_tiles, v_tiles=v_tiles, k_full=k_full, k_read=k_read,
         v_full=v_full, v_empty=v_empty,
         q_tiles=q_tiles, do_tiles=do_tiles, lse_tiles=lse_tiles, delta_tiles=delta_tiles,
         q_full=q_full, q_empty=q_empty, ds_tiles=ds_tiles, ds_stages=ds_stages,
         dv_stages=dv_stages, left_full=left_full, left_empty=left_empty,
-        sum_stages=sum_stages, dq_stages=dq_stages,
-        sum_full=sum_full, sum_empty=sum_empty, summed=summed,
+        sum_stages=sum_stages, dq_stages=dq_stages, dk_stages=dk_stages,
+        sum_full=sum_full, sum_empty=sum_empty,
         left=left, right=right, scale=scale, natural_scale=natural_scale,
     )  # fmt: skip
 
@@ -231,7 +240,7 @@ def hopper_backward_kernel(
             of = Stores(
                 desc_dk=desc_dk, desc_dv=desc_dv, desc_dq=desc_dq, desc_sums=desc_sums,
                 sum_stages=sum_stages, dq_stages=dq_stages, dv_stages=dv_stages,
-                sum_full=sum_full, sum_empty=sum_empty, summed=summed,
+                dk_stages=dk_stages, sum_full=sum_full, sum_empty=sum_empty, k_empty=k_empty,
                 left_full=left_full, left_empty=left_empty,
             )  # fmt: skip
             store(of, ring, TABLE, single, pairs, OPTIONS)

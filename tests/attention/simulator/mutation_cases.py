@@ -237,18 +237,17 @@ BACKWARD = Case(
         ("a tile that is alone is not told", "row + 9) == 3", "row + 9) == 5"),
         ("adds once earlier writes are read", "bulk.wait_group 0", "bulk.wait_group.read 0"),
         ("waits where any may come first", "if order == 2:", "if order == 0:"),
-        ("sums have room before dK has left", "sum_empty[0], pred=not last", "sum_empty[0]"),
-        ("dK has room after every step", "summed[0], pred=last", "summed[0]"),
+        ("keys are read after every step", "k_read[0], pred=last", "k_read[0]"),
         ("values are free after every step", "pred=last)\n    ds = ", "pred=True)\n    ds = "),
         ("dV where the other consumer's is", "dv_stages[OPTIONS.TILES * cid]", "dv_stages[0]"),
-        ("the other consumer's dK", "dq_stages[c]", "dq_stages[1 - c]"),
+        ("the other consumer's dK", "dk_place(tile, c, OPTIONS)", "dk_place(tile, 1 - c, OPTIONS)"),
     ],
     {
         "always the first buffer: 'turn % 2' -> '(turn % 2) * 0'": (1, NO_ZIGZAG),
         "no barrier_wait: 'tlx.barrier_wait(to.k_empty[ks]": (
             1,
-            "before, the producer waits for room for a number, which consumers make when they have"
-            " left the keys in question",
+            "before, the producer waits for room for a number, which the storing warp makes when dK"
+            " has left the place of the keys in question",
         ),
         "no barrier_wait: 'tlx.barrier_wait(full[slot], (turn // TILE_STAGES) & 1)'": (
             1,
