@@ -56,7 +56,11 @@ def builders(row: Row) -> dict[str, Callable[[torch.Tensor], object]]:
 
     def dealt_tiles(x: torch.Tensor) -> schedule.DealtTiles:
         blocks = 64 * shape.consumers, shape.keys
-        return schedule.dealt_tiles(x, queries(x), left, right, row.heads, *blocks, CPU, PROCESSORS)
+        team = row.heads if shape.keep_q else 1
+        return schedule.dealt_tiles(
+            x, queries(x), left, right, row.heads, *blocks, CPU, PROCESSORS // team * team, team,
+            not shape.counter, not shape.keep_q,
+        )  # fmt: skip
 
     def whole(x: torch.Tensor) -> bool:
         if row.broadcast or left is not None or right is not None:

@@ -167,20 +167,29 @@ class DealtTiles:
     """Tiles for the CTAs of a persistent kernel, the longest first.
 
     Attributes:
-        table: int32 `[tiles, 8]` of (first key row, keys of the sample, first and end of the keys
-            that the tile sees, first output row, queries of the sample, first query, head). Row
-            `turn * ctas + place` belongs to CTA `place`, or `ctas - 1 - place` in odd turns: a
-            zig-zag, which evens out the sums of lengths. Without a window the tiles of a sample and
-            head are neighbours, so that they run at the same time and share keys in the L2 cache;
-            with one side of a window only they are sorted within sections whose keys fit there.
-        empty: int32 `[n, 8]`, the same of tiles that see no key.
+        table: int32 `[tiles, 9]` of (first key row, keys of the sample, first and end of the keys
+            that the tile sees, first output row, queries of the sample, first query, head, number
+            of its result among those of parts, or -1). Row `turn * ctas + place` belongs to CTA
+            `place`, or `ctas - 1 - place` in odd turns: a zig-zag, which evens out the sums of
+            lengths, and `even` more so. Without a window the tiles of a sample and head are
+            neighbours, so that they run at the same time and share keys in the L2 cache; with one
+            side of a window only they are sorted within sections whose keys fit there.
+        empty: int32 `[n, 9]`, the same of tiles that see no key.
+        merges: int32 `[m, 9]`, the same of tiles that are in parts, but for the first two: the
+            number of the first part's result, and how many there are.
+        parts: how many there are of all tiles.
     """
 
     table: Tensor
     empty: Tensor
+    merges: Tensor
+    parts: int
 
 
 SECTION = 2**15  # rows of keys, each of one head, that stay in the L2 cache together
+EVENED_TURNS = 32  # some 10 us each
+SHORTEST_PART = 4  # blocks of keys: what a part costs by itself is about one
+WORTH_PARTS = 1024  # keys by which a tile gets shorter: another kernel merges the parts
 
 
 @register("dealt_tiles")
@@ -194,16 +203,34 @@ def dealt_tiles(
     block_k: int,
     device: torch.device,
     ctas: int = 1,
+    team: int = 1,
+    even: bool = False,
+    in_parts: bool = False,
 ) -> DealtTiles:
     """Tiles of `block_q` queries of one head, those with the most blocks of `block_k` keys first.
 
     Args:
         k_lengths, queries, left, right: as in `query_tiles`.
         ctas: CTAs that take them; where a window has one side only, two turns are sorted at a time.
+        team: so many tiles of one sample, at a multiple of their number, are for so many CTAs at
+            one; the number divides `ctas` and the tiles.
+        even: whether in tables without a window those who have the fewest blocks by then take a
+            turn's longest tiles.
+        in_parts: whether tiles without a window that would take far longer than a CTA's share are
+            cut into parts, which see some of the keys each. Not with a team.
     """
     keys, rows = _rows_of(k_lengths, queries)
-    table, empty = _deal(keys, rows, left, right, heads, block_q, block_k, ctas)
-    return DealtTiles(_sent(table, device), _sent(empty, device))
+    table, empty = _deal(
+        keys, rows, left, right, heads, block_q, block_k, ctas, np.full_like(keys, -1)
+    )
+    merges = table[:0]
+    if left is None and right is None and len(table):
+        if in_parts:
+            table, merges = _parted(table, block_k, ctas)
+        if even:
+            table = _evened(table, block_k, ctas // team, team)
+    parts = int(merges[:, 1].sum())
+    return DealtTiles(_sent(table, device), _sent(empty, device), _sent(merges, device), parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,10 +238,10 @@ class KeyTiles:
     """Tiles of keys in the order in which CTAs take them, one or (of a whole sample) two at a time.
 
     Attributes:
-        table: int32 `[tiles, 10]`: the columns of `DealtTiles` with queries and keys exchanged, the
-            sample's first row in `statistic_tiles`, and the tile's order among those that add to
-            its queries' gradient: 0 where any may come first; of a whole sample and head 1 for the
-            first, 2 for the second, and 3 where there is only one.
+        table: int32 `[tiles, 10]`: the first eight columns of `DealtTiles` with queries and keys
+            exchanged, the sample's first row in `statistic_tiles`, and the tile's order among those
+            that add to its queries' gradient: 0 where any may come first; of a whole sample and
+            head 1 for the first, 2 for the second, and 3 where there is only one.
         single: tiles at the table's beginning that are not of whole samples.
         pairs: whole samples (of one head) with two tiles, which come next; those with one follow.
         units: how often tiles are taken.
@@ -300,7 +327,7 @@ def _starts(lengths: ndarray) -> ndarray:
     return lengths.cumsum(dtype=np.int32) - lengths
 
 
-def _pieces(lengths: ndarray, block: int) -> tuple[ndarray, ndarray]:
+def _pieces(lengths: ndarray, block: int | ndarray) -> tuple[ndarray, ndarray]:
     """(sample, number within it) of every piece of at most `block` rows.
 
     Numbers are int64, and with them what is computed from them: sums with a window's size may leave
@@ -368,6 +395,54 @@ def _deal(
     turns = np.arange(len(order)) // (2 * ctas)
     order = order[((turns << 32) - blocks[order]).argsort(kind="stable")]
     return _split(table.take(order, axis=0))
+
+
+def _parted(table: ndarray, block_k: int, ctas: int) -> tuple[ndarray, ndarray]:
+    """(table, merges) of `DealtTiles`: tiles of more than twice a CTA's share of all blocks are in
+    parts of half a share.
+    """
+    blocks = _blocks(table, block_k)
+    share = -(-int(blocks.sum()) // ctas)
+    part = max(SHORTEST_PART, -(-share // 2))
+    long = (blocks > 2 * share) & ((blocks - part) * block_k >= WORTH_PARTS)
+    if not long.any():
+        return table, table[:0]
+    most = np.where(long, part, blocks)
+    of, number = _pieces(blocks, most)
+    parts = table.take(of, axis=0)
+    size = most[of] * block_k
+    parts[:, 2] += number * size
+    parts[:, 3] = np.minimum(parts[:, 2] + size, parts[:, 3])
+    split = long[of]
+    parts[split, 8] = np.arange(split.sum())
+    merges = table[long]
+    counts = -(-blocks[long] // most[long])
+    merges[:, 0], merges[:, 1] = counts.cumsum() - counts, counts
+    return parts[_most_first(_blocks(parts, block_k))], merges
+
+
+def _evened(table: ndarray, block_k: int, teams: int, team: int) -> ndarray:
+    """A table of tiles for `teams` teams of CTAs, in which turns hold the same tiles as before.
+
+    A zig-zag leaves some 3% where there are few blocks a tile, or tiles for one turn more of a few
+    CTAs: these count from the beginning. Only the last turns are changed.
+    """
+    cost = 2 * _blocks(table[::team], block_k) + 1  # half a block for what a tile costs by itself
+    full, rest = divmod(len(cost), teams)
+    first = max(0, full - EVENED_TURNS)
+    turns = cost[: full * teams].reshape(full, teams)
+    load = np.zeros(teams, np.int64)
+    load[:rest] = cost[full * teams :]
+    if full % 2:
+        load = load[::-1]
+    load = load + turns[:first:2].sum(0) + turns[1:first:2].sum(0)[::-1]
+    order = np.arange(len(cost))
+    for turn in range(first, full):
+        least = load.argsort(kind="stable")
+        load[least] += turns[turn]
+        place = least if turn % 2 == 0 else teams - 1 - least
+        order[turn * teams + place] = np.arange(turn * teams, (turn + 1) * teams)
+    return table.reshape(-1, team, table.shape[1]).take(order, axis=0).reshape(table.shape)
 
 
 def _see(table: ndarray, first: ndarray, block: int, left: int | None, right: int | None) -> None:

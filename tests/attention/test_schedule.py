@@ -151,7 +151,8 @@ def test_dealt_tiles_hold_every_tile_of_every_head_once(left, right, shared):
     for row, empty in [(r, False) for r in tiles.table.tolist()] + [
         (r, True) for r in tiles.empty.tolist()
     ]:
-        first_key, n_keys, begin, end, first_out, n_queries, first, head = row
+        first_key, n_keys, begin, end, first_out, n_queries, first, head, part = row
+        assert part == -1
         sample = next(
             b for b in range(9)
             if out_first[b] <= first_out + first < out_first[b] + each[b]
@@ -178,6 +179,88 @@ def test_dealt_tiles_balance_the_ctas_and_keep_a_sample_together():
     assert pairs[::2] == pairs[1::2]  # the two tiles of a sample and head
 
 
+def tiles_and_loads(lengths, queries, ctas, **options):
+    """(tiles of 4 heads in blocks of 128 queries and 64 keys, blocks of each of the CTAs)."""
+    tiles = schedule.dealt_tiles(lengths, queries, None, None, 4, 128, 64, CPU, ctas, **options)
+    return tiles, [blocks_of(hand, 64) for hand in zigzag(tiles.table.tolist(), ctas)]
+
+
+@pytest.mark.parametrize("team", [1, 4])
+@pytest.mark.parametrize(("most", "samples"), [(600, 1024), (150, 1024), (3000, 300), (90, 20)])
+def test_evened_turns_hold_the_same_tiles_and_balance_better(most, samples, team):
+    lengths = torch.randint(1, most, (samples,), generator=torch.Generator().manual_seed(most))
+    ctas = 132
+    before, loads = tiles_and_loads(lengths, 128, ctas)
+    after, evened = tiles_and_loads(lengths, 128, ctas, team=team, even=True)
+    rows, others = before.table.tolist(), after.table.tolist()
+    for turn in range(0, len(rows), ctas):
+        assert sorted(rows[turn : turn + ctas]) == sorted(others[turn : turn + ctas])
+    if team > 1:  # a sample's heads, in order
+        assert all(row[7] == place % 4 for place, row in enumerate(others))
+        assert all(len({row[0] for row in others[i : i + 4]}) == 1 for i in range(0, len(rows), 4))
+    # What a tile costs by itself counts too, so that blocks alone may be off by a tile's half.
+    assert max(evened) <= max(loads) + 1
+    if samples > 300 and team == 1:
+        assert max(evened) <= 1.012 * sum(evened) / ctas
+
+
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "queries", "at_most"),
+    [
+        ([60_000], 50, 1.2),  # one sample has all the work
+        ([60_000, *range(20, 2000, 40)], 50, 1.2),  # or most of it
+        ([100_000, 0, 3, 40_000], 300, 1.1),
+        ([2**20], 1, 1.1),
+    ],
+    ids=["one", "most", "few", "million"],
+)
+def test_parts_of_long_tiles_hold_every_key_once_and_balance(lengths, queries, at_most, even):
+    lengths, ctas = torch.tensor(lengths), 132
+    whole, _ = tiles_and_loads(lengths, queries, ctas)
+    tiles, loads = tiles_and_loads(lengths, queries, ctas, even=even, in_parts=True)
+    assert max(loads) <= at_most * sum(loads) / ctas
+    seen, results = {}, {}
+    for (
+        first_key,
+        keys,
+        begin,
+        end,
+        first_out,
+        n_queries,
+        first,
+        head,
+        part,
+    ) in tiles.table.tolist():
+        seen.setdefault((first_key, keys, first_out, n_queries, first, head), []).append(
+            (begin, end)
+        )
+        if part >= 0:
+            results[part] = first_out, n_queries, first, head, begin
+    expected = {(*r[:2], *r[4:8]): r[2:4] for r in whole.table.tolist()}
+    assert seen.keys() == expected.keys()
+    for tile, spans in seen.items():
+        spans.sort()
+        assert [spans[0][0], spans[-1][1]] == expected[tile]
+        assert all(a[1] == b[0] and a[1] % 64 == 0 for a, b in zip(spans, spans[1:], strict=False))
+    # Merges name the parts of each tile, in the order of their keys.
+    assert sorted(results) == list(range(tiles.parts)) and tiles.parts > 0
+    of_merges = []
+    for begin, count, _, _, first_out, n_queries, first, head, part in tiles.merges.tolist():
+        assert count > 1 and part == -1
+        mine = [results[p] for p in range(begin, begin + count)]
+        assert {x[:4] for x in mine} == {(first_out, n_queries, first, head)}
+        assert [x[4] for x in mine] == sorted(x[4] for x in mine)
+        of_merges += range(begin, begin + count)
+    assert sorted(of_merges) == list(range(tiles.parts))
+
+
+def test_tiles_stay_whole_where_parts_would_save_little():
+    lengths = torch.randint(1, 4000, (512,), generator=torch.Generator().manual_seed(0))
+    assert tiles_and_loads(lengths, 256, 132, in_parts=True)[0].parts == 0
+    assert tiles_and_loads(torch.tensor([100, 200]), 256, 132, in_parts=True)[0].parts == 0
+
+
 @pytest.mark.parametrize("build", [schedule.dealt_tiles, schedule.dealt_keys])
 def test_causal_tiles_are_dealt_evenly_though_sections_end_within_turns(build):
     lengths = torch.full((8,), 4096)
@@ -196,9 +279,9 @@ def test_causal_tiles_are_dealt_evenly_though_sections_end_within_turns(build):
 def test_no_tiles_at_all():
     lengths = torch.tensor([0, 0])
     tiles = schedule.dealt_tiles(lengths, 5, None, None, 2, 64, 64, CPU)
-    assert tiles.table.shape == (0, 8) and tiles.empty.shape == (4, 8)
+    assert tiles.table.shape == tiles.merges.shape == (0, 9) and tiles.empty.shape == (4, 9)
     tiles = schedule.dealt_tiles(lengths[:0], lengths[:0], 3, 0, 2, 64, 64, CPU)
-    assert tiles.table.shape == tiles.empty.shape == (0, 8)
+    assert tiles.table.shape == tiles.empty.shape == (0, 9)
 
 
 def check_keys(tiles, keys, queries, left, right, heads):

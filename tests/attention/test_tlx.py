@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from gem.attention.backends import tlx_, triton_
+from gem.attention.backends import tlx_, tlx_forward_merge, triton_
 from gem.attention.testing import assert_close_to_reference, call_of, random_problem
 from tests.attention.simulator.helpers import RISING, rising_problem
 
@@ -119,6 +119,23 @@ def test_scores_that_outgrow_all_before(options, dtype):
     for dim, shape in ALL_SHAPES:
         problem = rising_problem([600, 3, 131, 700] * 40, dim=dim, **options)
         out, lse = launch(problem, shape)
+        assert_close_to_reference({"out": out, "lse": lse}, problem)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("queries", [1, 190, 300, [700, 64, 3, 0, 130]], ids=str)
+def test_tiles_in_parts_agree_with_the_reference(queries, dtype):
+    lengths = [40_000, 500, 0, 3000, 7]
+    for dim, shape in ALL_SHAPES:
+        problem = random_problem(
+            queries, lengths, heads=2, kv_heads=1, dim=dim, dtype=dtype, device="cuda"
+        )
+        with triton_.recorded() as launches:
+            launch(problem, shape)
+        assert any(kernel is tlx_forward_merge.merge_kernel for kernel, _, _ in launches)
+        out, lse = launch(problem, shape)
+        again, again_lse = launch(problem, shape)
+        assert torch.equal(out, again) and torch.equal(lse, again_lse)
         assert_close_to_reference({"out": out, "lse": lse}, problem)
 
 

@@ -34,9 +34,12 @@ def compile_cases() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], 
     yield from _cases("gqa_d128", 128, kv_heads=1)
     for queries in (64, 192, 256):
         yield from _cases(f"counter_q{queries}_d128", 128, queries, switch="counter")
+    for queries in (64, 256):  # a sample long enough for all CTAs
+        yield from _cases(f"parts_q{queries}_d128", 128, queries, lengths=[40_000])
     for dim in (64, 128):
         for queries in (64, 192, 256):
-            yield from _cases(f"lazy_q{queries}_d{dim}", dim, queries, switch="lazy")
+            short = {"lengths": [500] * 80} if queries == 192 else {}
+            yield from _cases(f"lazy_q{queries}_d{dim}", dim, queries, switch="lazy", **short)
         yield from _cases(f"lazy_self_d{dim}", dim, switch="lazy")
         yield from _cases(f"lazy_causal_d{dim}", dim, right=0, switch="lazy")
         yield from _cases(f"lazy_window_d{dim}", dim, left=256, right=256, switch="lazy")
@@ -51,7 +54,7 @@ def _cases(
     right: int | None = None,
     deterministic: bool = False,
     switch: str | None = None,
-    lengths: Sequence[int] = (1024,),
+    lengths: Sequence[int] = (1024,) * 40,
 ) -> Iterator[tuple]:
     """The kernels of one call, or the TLX forward with a switch of its shape on."""
     heads, keys = 4, sum(lengths)

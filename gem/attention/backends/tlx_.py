@@ -11,7 +11,6 @@ import functools
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from gem.attention import schedule
@@ -25,6 +24,7 @@ from gem.attention.backends.tlx_common import (
     ragged,
     readable,
 )
+from gem.attention.backends.tlx_forward_merge import blank_kernel, merge_kernel
 from gem.attention.backends.tlx_hopper_forward import hopper_forward_kernel
 
 KEEP_Q_SHARE = 0.95  # of the multiprocessors must be at work
@@ -55,10 +55,11 @@ class Shape:
         p_wide: whether probabilities are carried to the next step in float32: more registers, but
             16-bit halves, where they are not `packed`, would have to be joined again.
         keep_q: whether CTAs keep their queries from sample to sample, in broadcast attention where
-            at most a twentieth of the multiprocessors is left out by it.
+            at most a twentieth of the multiprocessors is left out by it and no sample takes more
+            than twice a CTA's share (such are cut into parts, see `schedule.dealt_tiles`).
         counter: whether CTAs take their tiles from a counter at run time, not by the zig-zag.
         lazy: whether the running maximum of scores is raised only where a block outgrows it: a
-            quarter fewer instructions in a step. No call takes it, until it has been timed.
+            quarter fewer instructions in a step, but a tile's first block is worked off in full.
     """
 
     consumers: int
@@ -85,17 +86,18 @@ def forward_shape(
     Args:
         window: whether queries see no key that is too far to the left.
     """
-    short = keys < 256
+    many = 128 < queries <= 192
     if block_d == 64:
         if queries <= 64:
-            return Shape(1, 128, 3, 2, 232)
-        if broadcast and 128 < queries <= 192:
-            return Shape(3, 64, 6, 1, 160, keep_q=True, counter=short)
-        return Shape(2, 128, 4, 2, 240, ping_pong=True, counter=not broadcast)
+            return Shape(1, 128, 3, 2, 232, lazy=broadcast)
+        if broadcast and many:
+            return Shape(3, 64, 6, 1, 160, keep_q=True, lazy=True)
+        return Shape(2, 128, 4, 2, 240, ping_pong=True, counter=not broadcast, lazy=broadcast)
     if broadcast and queries <= 64:
-        return Shape(1, 64, 5, 2, 232, p_wide=True)
-    if broadcast and 128 < queries <= 192:
-        return Shape(3, 64, 4, 1, 160, p_wide=True, keep_q=keys < 768, counter=short)
+        return Shape(1, 64, 5, 2, 232, p_wide=True, counter=True)
+    if broadcast and many:
+        short = keys < 768
+        return Shape(3, 64, 4, 1, 160, p_wide=True, keep_q=True, counter=short, lazy=short)
     if keys < (400 if broadcast else 256) and not window:
         return Shape(2, 64, 4, 2, 240, ping_pong=True, p_wide=True)
     return Shape(2, 128, 2, 2, 240, ping_pong=True, counter=window)
@@ -135,6 +137,14 @@ def launch(
     q, k, v = (readable(x) for x in (q, k, v))
     broadcast = call.form == "broadcast"
     out, lse = triton_.results(call, q)
+    ctas = processors(q.device)
+    # Broadcast attention repeats the same queries and heads from sample to sample.
+    team = call.heads * triton.cdiv(q.shape[0], 64 * shape.consumers) if broadcast else 1
+    keep_q = shape.keep_q and broadcast and _pays_to_keep(team, ctas, call.k_lengths)
+    if keep_q:
+        ctas = ctas // team * team
+    else:
+        team = 1
     tiles: schedule.DealtTiles = schedule.schedule(
         "dealt_tiles",
         call.k_lengths,
@@ -145,17 +155,19 @@ def launch(
         64 * shape.consumers,
         shape.keys,
         q.device,
-        processors(q.device),
+        ctas,
+        team,
+        not shape.counter,
+        not keep_q,
     )
     block_d = block_columns(call)
-    count, empty = tiles.table.shape[0], tiles.empty.shape[0]
-    ctas = min(count, processors(q.device))
-    # Broadcast attention repeats the same queries and heads from sample to sample.
-    team = call.heads * triton.cdiv(q.shape[0], 64 * shape.consumers) if broadcast else 1
-    keep_q = shape.keep_q and broadcast and ctas // team * team >= KEEP_Q_SHARE * ctas
-    if keep_q:
-        ctas = ctas // team * team
-    team = team if keep_q else 1
+    block_q = 64 * shape.consumers
+    count, empty, merges = (x.shape[0] for x in (tiles.table, tiles.empty, tiles.merges))
+    parts = part_lse = None
+    if merges:
+        parts = out.new_empty((tiles.parts, block_q, block_d), dtype=torch.float32)
+        part_lse = out.new_empty((tiles.parts, block_q), dtype=torch.float32)
+    ctas = min(count, ctas)
     # Fresh zeros for every launch, made by a small kernel on its stream: no launch on another
     # stream shares them, and a CUDA graph replays the zeroing with the launch. Zeros that the last
     # CTA puts back would be shared, and stay wrong after a launch that failed.
@@ -170,6 +182,8 @@ def launch(
             ragged(v, shape.keys, block_d),
             ragged(flat, 64, block_d),
             lse,
+            parts,
+            part_lse,
             tiles.table,
             counters,
             count,
@@ -202,9 +216,23 @@ def launch(
             # Triton would ask for one register too many where there is one consumer.
             **({"maxnreg": 248} if shape.consumers == 1 else {}),
         )
+    if merges:
+        triton_.run(
+            merge_kernel,
+            (merges, block_q // 16),
+            flat,
+            lse,
+            parts,
+            part_lse,
+            tiles.merges,
+            HEADS=call.heads,
+            DIM=call.head_dim,
+            BLOCK_Q=block_q,
+            BLOCK_D=block_d,
+        )
     if empty:
         triton_.run(
-            _blank_kernel,
+            blank_kernel,
             (empty,),
             flat,
             lse,
@@ -218,30 +246,11 @@ def launch(
     return out, lse
 
 
-@triton.jit
-def _blank_kernel(
-    OUT,
-    LSE,
-    TILES,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """out = 0 and lse = -inf for the queries of tiles that see no key."""
-    row = TILES + tl.program_id(0) * 8
-    out_first = tl.load(row + 4).to(tl.int64)
-    first_i = tl.load(row + 6)
-    head = tl.load(row + 7)
-    rows = tl.arange(0, BLOCK_Q)
-    there = (rows < tl.load(row + 5) - first_i) & (rows < ROWS)
-    place = (out_first + first_i + rows) * HEADS + head
-    columns = tl.arange(0, BLOCK_D)
-    zero = tl.zeros([BLOCK_Q, BLOCK_D], OUT.dtype.element_ty)
-    mask = there[:, None] & (columns < DIM)[None, :]
-    tl.store(OUT + place[:, None] * DIM + columns[None, :], zero, mask=mask)
-    tl.store(LSE + place, tl.full([BLOCK_Q], -float("inf"), tl.float32), mask=there)
+def _pays_to_keep(team: int, ctas: int, k_lengths: Tensor) -> bool:
+    """Whether teams leave few CTAs out, and no sample takes one more than twice its share."""
+    if ctas // team * team < KEEP_Q_SHARE * ctas or not k_lengths.numel():
+        return False
+    return int(k_lengths.max()) * (ctas // team) <= 2 * int(k_lengths.sum())
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Which tile a CTA of `tlx_hopper_forward` takes next, and what the table of tiles says of it.
 
 Tiles are dealt in turns (`tlx_common.dealt_place`) or, with COUNTER, taken from a counter in global
-memory, see `tlx_common.ask`. The table's rows (`schedule.dealt_tiles`) have eight int32.
+memory, see `tlx_common.ask`. The table's rows (`schedule.dealt_tiles`) have nine int32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def row_of(TILES, turn, turns, number, TEAM: tl.constexpr, COUNTER: tl.constexpr
     else:
         turn = tl.minimum(turn, turns - 1)
         place = turn * tl.num_programs(0) + dealt_place(turn, TEAM)
-    return TILES + place * 8
+    return TILES + place * 9
 
 
 @triton.jit
@@ -34,9 +34,12 @@ def most_turns(tiles):
 
 
 @triton.jit
-def keys_of(row, WINDOW: tl.constexpr):
-    """(first row, number) of the sample's keys, and (first, end) of those that the tile sees."""
+def keys_of(row, SOME: tl.constexpr):
+    """(first row, number) of the sample's keys, and (first, end) of those that the tile sees.
+
+    SOME: these may not be all.
+    """
     keys = tl.load(row + 1)
-    if WINDOW:
+    if SOME:
         return tl.load(row), keys, tl.load(row + 2), tl.load(row + 3)
     return tl.load(row), keys, 0, keys

@@ -53,20 +53,44 @@ def _finish(
     desc_out,
     stage,
     LSE,
+    PARTS,
+    PART_LSE,
     row,
     skip,
     HEADS: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):
-    """Writes the output and the log-sum-exp of a tile's 64 queries from `skip` on."""
+    """Writes the output and the log-sum-exp of a tile's 64 queries from `skip` on.
+
+    With IN_PARTS a part's go to PARTS and PART_LSE, float32 `[parts, 64 * CONSUMERS, BLOCK_D]` and
+    `[parts, 64 * CONSUMERS]`.
+    """
     # Loaded again rather than kept in registers through the tile.
     out_first, queries, first_i, head = rows_of(row)
-    first_i += skip
     lse = (top + tl.math.log2(total)) * 0.6931471805599453
     if OPTIONS.WINDOW:
         lse = tl.where(total == 0.0, -float("inf"), lse)
         total = tl.where(total == 0.0, 1.0, total)
     inverse = (1.0 / total)[:, None]
+    rows = skip + tl.arange(0, 64)
+    if OPTIONS.IN_PARTS:
+        part = tl.load(row + 8)
+        is_part = part >= 0
+        WIDTH: tl.constexpr = out0.shape[1]
+        place = part.to(tl.int64) * (64 * OPTIONS.CONSUMERS) + rows
+        at = PARTS + place[:, None] * (OPTIONS.PIECES * WIDTH) + tl.arange(0, WIDTH)[None, :]
+        # As a product's threads have it: any other layout would be made in shared memory.
+        THREADS: tl.constexpr = tlx.layout(
+            shape=((4, 8, 4), (2, 2, WIDTH // 8)),
+            stride=((2, WIDTH, 16 * WIDTH), (1, 8 * WIDTH, 8)),
+        )
+        at = tlx.require_layout(at, THREADS)
+        tl.store(at, tlx.require_layout(out0 * inverse, THREADS), mask=is_part)
+        if OPTIONS.PIECES == 2:
+            tl.store(at + WIDTH, tlx.require_layout(out1 * inverse, THREADS), mask=is_part)
+        tl.store(PART_LSE + place, lse, mask=is_part)
+        # A branch would cost the loops over keys 30 moves of registers: nothing of it is written.
+        queries = tl.where(is_part, 0, queries)
     tlx.async_descriptor_store_wait(0)  # the last tile's copy has left the stage
     if OPTIONS.PIECES == 1:
         tlx.local_store(stage, (out0 * inverse).to(tlx.dtype_of(desc_out)))
@@ -76,8 +100,8 @@ def _finish(
         tlx.local_store(half0, (out0 * inverse).to(tlx.dtype_of(desc_out)))
         tlx.local_store(half1, (out1 * inverse).to(tlx.dtype_of(desc_out)))
     tlx.fence("async_shared")
-    store_rows(desc_out, stage, out_first, queries, first_i, head)
-    i = first_i + tl.arange(0, 64)
+    store_rows(desc_out, stage, out_first, queries, first_i + skip, head)
+    i = first_i + rows
     tl.store(LSE + (out_first + i).to(tl.int64) * HEADS + head, lse, mask=i < queries)
 
 
@@ -88,6 +112,8 @@ def hopper_forward_kernel(
     desc_v,
     desc_out,
     LSE,
+    PARTS,
+    PART_LSE,
     TILES,
     COUNTERS,
     tiles,
@@ -122,10 +148,13 @@ def hopper_forward_kernel(
     Grid: as many CTAs as run at once, a multiple of TEAM. Every tile sees a key. With KEEP_Q every
     TEAM-th tile has the same queries and head, which a CTA then keeps for its life. With COUNTER
     `COUNTERS` are TEAM int32 zeros, one for each of these queries and heads. NARROW: a window may
-    begin and end in one block of keys; NEAR: it may begin in the last block that a tile sees.
+    begin and end in one block of keys; NEAR: it may begin in the last block that a tile sees. PARTS
+    and PART_LSE are the results of tiles in parts, see `_finish`.
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     WINDOW: tl.constexpr = HAS_LEFT or HAS_RIGHT
+    IN_PARTS: tl.constexpr = PARTS is not None
+    SOME_KEYS: tl.constexpr = WINDOW or IN_PARTS
     PIECES: tl.constexpr = BLOCK_D // BLOCK_K if BLOCK_D > BLOCK_K else 1
     WIDTH: tl.constexpr = BLOCK_D // PIECES
     # With one tile of queries in shared memory a consumer would wait for the next tile's while the
@@ -168,7 +197,7 @@ def hopper_forward_kernel(
             if COUNTER:
                 taken = ask(COUNTERS, True, TEAM, 128)
             row = row_of(TILES, 0, turns, number, TEAM, COUNTER)
-            k_first, keys, begin, end = keys_of(row, WINDOW)
+            k_first, keys, begin, end = keys_of(row, SOME_KEYS)
             out_first, queries, first_i, head = rows_of(row)
             for turn in tl.range(0, turns):
                 for _ in tl.range(0, (number >= 0).to(tl.int32) if COUNTER else 1):
@@ -180,7 +209,7 @@ def hopper_forward_kernel(
                         taken = ask(COUNTERS, turn + 2 < turns, TEAM, 128)
                         hand_over(numbers, tile_full, tile_empty, turn, number)
                     row = row_of(TILES, turn + 1, turns, number, TEAM, COUNTER)
-                    n_k_first, n_keys, n_begin, n_end = keys_of(row, WINDOW)
+                    n_k_first, n_keys, n_begin, n_end = keys_of(row, SOME_KEYS)
                     n_out_first, n_queries, n_first_i, n_head = rows_of(row)
                     q_first = 0 if BROADCAST else out_first
                     qs = turn % Q_STAGES
@@ -218,7 +247,7 @@ def hopper_forward_kernel(
                 cid=cid, CONSUMERS=CONSUMERS, BLOCK_K=BLOCK_K, PIECES=PIECES, STAGES=STAGES,
                 WINDOW=WINDOW, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, NARROW=NARROW, NEAR=NEAR,
                 FLIPPED=FLIPPED, PING_PONG=PING_PONG, P_SHARED=P_SHARED, P_WIDE=P_WIDE,
-                PACKED=PACKED, LAZY=LAZY, EARLY=EARLY, DTYPE=DTYPE,
+                PACKED=PACKED, LAZY=LAZY, EARLY=EARLY, IN_PARTS=IN_PARTS, DTYPE=DTYPE,
             )  # fmt: skip
             consumer = Consumer(
                 k_tiles=k_tiles, k_full=k_full, k_empty=k_empty,
@@ -233,9 +262,9 @@ def hopper_forward_kernel(
             if COUNTER:
                 next_number = handed_over(numbers, tile_full, tile_empty, 0)
             row = row_of(TILES, 0, turns, number, TEAM, COUNTER)
-            k_first, keys, begin, end = keys_of(row, WINDOW)
+            k_first, keys, begin, end = keys_of(row, SOME_KEYS)
             next_k_first, next_keys, next_begin, next_end = keys_of(
-                row_of(TILES, 1, turns, next_number, TEAM, COUNTER), WINDOW
+                row_of(TILES, 1, turns, next_number, TEAM, COUNTER), SOME_KEYS
             )
             out_first, queries, first_i, head = rows_of(row)
             i = first_i + cid * 64 + tl.arange(0, 64)
@@ -273,7 +302,7 @@ def hopper_forward_kernel(
                     row = row_of(TILES, turn, turns, number, TEAM, COUNTER)
                     keys, begin, end = next_keys, next_begin, next_end
                     next_k_first, next_keys, next_begin, next_end = keys_of(
-                        row_of(TILES, turn + 1, turns, next_number, TEAM, COUNTER), WINDOW
+                        row_of(TILES, turn + 1, turns, next_number, TEAM, COUNTER), SOME_KEYS
                     )
                     blocks = (end - begin + BLOCK_K - 1) // BLOCK_K
                     if WINDOW:
@@ -289,7 +318,7 @@ def hopper_forward_kernel(
                     )  # fmt: skip
                     count += 1
                     _finish(
-                        out0, out1, top, total, desc_out, out_tiles[cid], LSE,
+                        out0, out1, top, total, desc_out, out_tiles[cid], LSE, PARTS, PART_LSE,
                         row_of(TILES, turn - 1, turns, done, TEAM, COUNTER), 64 * cid, HEADS,
                         OPTIONS,
                     )  # fmt: skip
@@ -302,7 +331,7 @@ def hopper_forward_kernel(
             )  # fmt: skip
             out0, out1 = last_product(consumer, weights, out0, out1, count, OPTIONS)
             _finish(
-                out0, out1, top, total, desc_out, out_tiles[cid], LSE,
+                out0, out1, top, total, desc_out, out_tiles[cid], LSE, PARTS, PART_LSE,
                 row_of(TILES, turns - 1, turns, number, TEAM, COUNTER), 64 * cid, HEADS, OPTIONS,
             )  # fmt: skip
             tlx.async_descriptor_store_wait(0)

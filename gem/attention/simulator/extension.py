@@ -5,6 +5,8 @@ Those that are generator functions are where a task may hand over to another.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import triton.language as tl
 
@@ -39,6 +41,16 @@ def dtype_of(v):
 
 def size_of(dtype):
     return item_bytes(dtype)
+
+
+def require_layout(x, layout):
+    """x: layouts are the compiler's business, but one has to have a place for every element."""
+    places = math.prod([*layout.thread_shape, *layout.value_shape])
+    if places != math.prod(x.shape):
+        raise context.error(
+            UnsupportedOperation, f"{layout} has {places} places, not those of {list(x.shape)}"
+        )
+    return x
 
 
 def async_task_replica_id():

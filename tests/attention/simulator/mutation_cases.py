@@ -159,6 +159,8 @@ FORWARD = Case(
         Launch(64, {"queries": 130}, 4, shape=with_all(Shape(2, 64, 2, 1, 240))),
         # Scores whose exponentials no half precision holds against another block's maximum.
         Launch(64, {"queries": 130, "scale": 4.0}, 3, shape=with_all(Shape(2, 64, 3, 2, 240))),
+        # A sample with nearly all keys, whose tiles are in parts.
+        Launch(128, {"queries": 130}, 9, (700, 3, 65), Shape(2, 64, 2, 1, 240)),
     ],
     [
         alias("v_tiles = tlx.local_alloc((BLOCK_K, BLOCK_D), DTYPE, STAGES)", "k_tiles"),
@@ -184,6 +186,13 @@ FORWARD = Case(
             "            total = added",
         ),
         ("the first block is lazy too", "OPTIONS.LAZY and not TAIL", "OPTIONS.LAZY"),
+        (
+            "parts see all keys",
+            "SOME_KEYS: tl.constexpr = WINDOW or IN_PARTS",
+            "SOME_KEYS = WINDOW",
+        ),
+        ("parts are near each other", "part.to(tl.int64) * (64 * OPTIONS.CONSUMERS)", "part * 64"),
+        ("what is whole is a part too", "is_part = part >= 0", "is_part = part >= -1"),
     ],
     {
         "always the first buffer: 'turn % 2' -> '(turn % 2) * 0'": (1, NO_ZIGZAG),

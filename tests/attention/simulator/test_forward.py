@@ -1,11 +1,13 @@
 """Our forward kernel for Hopper, unmodified, in the simulator."""
 
+import contextlib
 import dataclasses
 import random
 
 import pytest
 import torch
 
+from gem.attention import schedule
 from gem.attention.backends import tlx_
 from gem.attention.simulator import Counts
 from gem.attention.testing import random_problem
@@ -90,6 +92,48 @@ def test_every_shape(dim, shape):
         outs.append((out, lse))
     for out, lse in outs[1:]:  # the order of tasks does not reach the numbers
         assert torch.equal(out, outs[0][0]) and torch.equal(lse, outs[0][1])
+
+
+@pytest.mark.parametrize("counter", [False, True])
+@pytest.mark.parametrize("queries", [1, 190, [64, 3, 130, 5]], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(1, 64, 3, 2, 232),
+        Shape(2, 64, 2, 1, 240, ping_pong=True, p_wide=True),
+        Shape(3, 64, 3, 1, 160, lazy=True),
+        Shape(2, 128, 2, 2, 240, ping_pong=True),
+        Shape(2, 128, 2, 2, 240, ping_pong=True, lazy=True),
+    ],
+    ids=str,
+)
+def test_tiles_in_parts(shape, queries, counter):
+    """More CTAs than there would be work for: one sample has nearly all keys."""
+    problem = random_problem(
+        queries, [2500, 5, 0, 130], heads=2, kv_heads=1, dim=96, dtype=torch.bfloat16,
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    shape = dataclasses.replace(shape, counter=counter)
+    with in_parts() as parts:
+        outs = [launched(problem, shape, seed, processors=20)[:2] for seed in (0, 1)]
+    assert len(parts) == 2 and min(parts) > 1
+    for out, lse in outs:
+        assert not wrong(problem, out, lse)
+        assert torch.equal(out, outs[0][0]) and torch.equal(lse, outs[0][1])
+
+
+@contextlib.contextmanager
+def in_parts():
+    """While it is open, lists the parts of each schedule that is asked for."""
+    real, found = schedule.schedule, []
+
+    def spied(*args):
+        found.append(real(*args).parts)
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "schedule", spied)
+        yield found
 
 
 @pytest.mark.parametrize("right", [0, 61, 62, 63, None])
