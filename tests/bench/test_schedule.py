@@ -13,7 +13,7 @@ def test_builders_take_what_the_backends_would():
     broadcast = schedule.builders(rows["b1024_q192_h3_d128_k1000_s0.5"])
     assert set(broadcast) == {"dealt_tiles", "dealt_keys", "statistic_tiles"}
     dealt = broadcast["dealt_tiles"](torch.tensor([5, 0, 900]))
-    assert dealt.table.shape == (6, 8)  # a tile of 192 queries for each of 3 heads
+    assert dealt.table.shape == (6, 9)  # a tile of 192 queries for each of 3 heads
     windowed = schedule.builders(rows["window_256"])
     assert set(windowed) == {"dealt_tiles", "dealt_keys", "statistic_tiles"}
     few = schedule.builders(rows["b1024_q64_h4_d128_k512_s0.5"])
