@@ -188,6 +188,7 @@ class DealtTiles:
 
 SECTION = 2**15  # rows of keys, each of one head, that stay in the L2 cache together
 EVENED_TURNS = 32  # some 10 us each
+EVEN_ENOUGH = 1.005  # the fullest CTA over the mean
 SHORTEST_PART = 4  # blocks of keys: what a part costs by itself is about one
 WORTH_PARTS = 1024  # keys by which a tile gets shorter: another kernel merges the parts
 
@@ -429,13 +430,17 @@ def _evened(table: ndarray, block_k: int, teams: int, team: int) -> ndarray:
     """
     cost = 2 * _blocks(table[::team], block_k) + 1  # half a block for what a tile costs by itself
     full, rest = divmod(len(cost), teams)
-    first = max(0, full - EVENED_TURNS)
     turns = cost[: full * teams].reshape(full, teams)
     load = np.zeros(teams, np.int64)
     load[:rest] = cost[full * teams :]
     if full % 2:
         load = load[::-1]
+    first = max(0, full - EVENED_TURNS)
     load = load + turns[:first:2].sum(0) + turns[1:first:2].sum(0)[::-1]
+    later = turns[first:] if first % 2 == 0 else turns[first:, ::-1]
+    dealt = load + later[::2].sum(0) + later[1::2].sum(0)[::-1]
+    if full == 0 or dealt.max() <= EVEN_ENOUGH * dealt.mean() or later.min() == later.max():
+        return table
     order = np.arange(len(cost))
     for turn in range(first, full):
         least = load.argsort(kind="stable")
