@@ -25,7 +25,7 @@ from rich.table import Column, Table
 
 from bench.quality import versions
 from bench.shapes import Row, choose, load
-from gem.attention import schedule
+from gem.attention import dealing, schedule
 from gem.attention.backends import tlx_, tlx_backward
 
 ROWS = (
@@ -54,10 +54,10 @@ def builders(row: Row) -> dict[str, Callable[[torch.Tensor], object]]:
     def queries(lengths: torch.Tensor) -> torch.Tensor | int:
         return row.queries if row.broadcast else lengths
 
-    def dealt_tiles(x: torch.Tensor) -> schedule.DealtTiles:
+    def dealt_tiles(x: torch.Tensor) -> dealing.DealtTiles:
         blocks = 64 * shape.consumers, shape.keys
         team = row.heads if shape.keep_q else 1
-        return schedule.dealt_tiles(
+        return dealing.dealt_tiles(
             x, queries(x), left, right, row.heads, *blocks, CPU, PROCESSORS // team * team, team,
             not shape.counter, not shape.keep_q,
         )  # fmt: skip
@@ -67,15 +67,15 @@ def builders(row: Row) -> dict[str, Callable[[torch.Tensor], object]]:
             return False
         return tlx_backward.whole_pays(x, x, row.kv_heads, PROCESSORS)
 
-    def dealt_keys(x: torch.Tensor) -> schedule.KeyTiles:
+    def dealt_keys(x: torch.Tensor) -> dealing.KeyTiles:
         blocks = tlx_backward.BLOCK_K, block_q
-        return schedule.dealt_keys(
+        return dealing.dealt_keys(
             x, queries(x), left, right, row.kv_heads, *blocks, CPU, PROCESSORS, whole(x)
         )
 
     def statistic_tiles(x: torch.Tensor) -> torch.Tensor:
         block_k = tlx_backward.BLOCK_K if whole(x) else 0
-        return schedule.statistic_tiles(x, queries(x), block_q, CPU, block_k)
+        return dealing.statistic_tiles(x, queries(x), block_q, CPU, block_k)
 
     found = {"dealt_tiles": dealt_tiles}
     kept = row.broadcast and tlx_backward.keeps_queries(row.queries, row.heads, row.kv_heads)

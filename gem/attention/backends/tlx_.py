@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from gem.attention import schedule
+from gem.attention import dealing, schedule
 from gem.attention.backends import Call, triton_
 from gem.attention.backends.tlx_backward import backward  # noqa: F401 - this backend's
 from gem.attention.backends.tlx_common import (
@@ -56,7 +56,7 @@ class Shape:
             16-bit halves, where they are not `packed`, would have to be joined again.
         keep_q: whether CTAs keep their queries from sample to sample, in broadcast attention where
             at most a twentieth of the multiprocessors is left out by it and no sample takes more
-            than twice a CTA's share (such are cut into parts, see `schedule.dealt_tiles`).
+            than twice a CTA's share (such are cut into parts, see `dealing.dealt_tiles`).
         counter: whether CTAs take their tiles from a counter at run time, not by the zig-zag.
         lazy: whether the running maximum of scores is raised only where a block outgrows it: a
             quarter fewer instructions in a step, but a tile's first block is worked off in full.
@@ -145,7 +145,7 @@ def launch(
         ctas = ctas // team * team
     else:
         team = 1
-    tiles: schedule.DealtTiles = schedule.schedule(
+    tiles: dealing.DealtTiles = schedule.schedule(
         "dealt_tiles",
         call.k_lengths,
         triton_.queries_of(call, q),

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gem.attention import schedule
+from gem.attention import dealing, schedule
 from gem.attention.backends import Call, triton_
 from gem.attention.backends.tlx_backward_sums import dq_kernel, statistics_kernel
 from gem.attention.backends.tlx_common import (
@@ -207,7 +207,7 @@ class _Backward:
         """Writes dk and dv and, unless it has a kernel of its own, dq."""
         call, form = self.call, self.form
         self._statistics()
-        tiles: schedule.KeyTiles = schedule.schedule(
+        tiles: dealing.KeyTiles = schedule.schedule(
             "dealt_keys",
             call.k_lengths,
             triton_.queries_of(call, self.q),

@@ -33,7 +33,7 @@ def statistics_kernel(
 ):
     """DELTA and LSE2 `[HEADS, stats]`, each sample's from a multiple of BLOCK on.
 
-    TILES is that of `schedule.statistic_tiles` for BLOCK rows. delta is
+    TILES is that of `dealing.statistic_tiles` for BLOCK rows. delta is
     sum(dout * out) - dlse, and the log-sum-exp is in base 2. It is +inf, so that exp gives 0, where
     a query sees nothing or is not there; of the latter delta is 0. CLEAR: SUMS of `dq_kernel`
     become 0 where TILES asks for it, and always COUNTER, from which CTAs of the next kernel take

@@ -45,7 +45,7 @@ class Ring(NamedTuple):
 
 @triton.jit
 def unit(number, single, pairs):
-    """(first row, rows) of what a CTA takes at a time, of `schedule.KeyTiles`."""
+    """(first row, rows) of what a CTA takes at a time, of `dealing.KeyTiles`."""
     pair = (number >= single) & (number < single + pairs)
     return number + tl.minimum(tl.maximum(number - single, 0), pairs), 1 + pair.to(tl.int32)
 

@@ -98,7 +98,7 @@ def dealt_turns(tiles, TEAM: tl.constexpr):
 def rows_of(row):
     """(first row, number) of the sample's rows and (first one, head) of the tile, by its table row.
 
-    They are queries in `schedule.DealtTiles`, keys in `schedule.KeyTiles`.
+    They are queries in `dealing.DealtTiles`, keys in `dealing.KeyTiles`.
     """
     return tl.load(row + 4), tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
 

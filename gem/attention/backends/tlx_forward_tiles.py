@@ -1,7 +1,7 @@
 """Which tile a CTA of `tlx_hopper_forward` takes next, and what the table of tiles says of it.
 
 Tiles are dealt in turns (`tlx_common.dealt_place`) or, with COUNTER, taken from a counter in global
-memory, see `tlx_common.ask`. The table's rows (`schedule.dealt_tiles`) have nine int32.
+memory, see `tlx_common.ask`. The table's rows (`dealing.dealt_tiles`) have nine int32.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The backward kernel for Hopper (sm_90a) in TLX: warp-specialised, persistent, keys stationary.
 
-CTAs take tiles of 128 keys (`schedule.dealt_keys`) from a counter, so that those which share
+CTAs take tiles of 128 keys (`dealing.dealt_keys`) from a counter, so that those which share
 queries run at the same time and find them in the L2 cache. Each of two consumers has 64 of a tile's
 keys, with their dK and dV in registers. Queries and dout stream by; for 64 (at dim 64, two times
 64) of them at a time (`tlx_backward_steps`):
@@ -160,7 +160,7 @@ def hopper_backward_kernel(
 ):
     """dk and dv of all tiles and, unless WITH_DQ is off, dq: added to float32 sums, or written.
 
-    TABLE, single, pairs and units are those of `schedule.KeyTiles`; every tile is seen by a query.
+    TABLE, single, pairs and units are those of `dealing.KeyTiles`; every tile is seen by a query.
     Grid: as many CTAs as run at once, at most one for each unit. COUNTER: int32, 0; without
     BY_COUNTER units are dealt in a zig-zag. `scale` holds log2(e) too. NARROW: a window may begin
     and end within one step. Sums begin as 0 but for whole samples, of which there are some with

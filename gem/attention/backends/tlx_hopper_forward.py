@@ -1,7 +1,7 @@
 """The forward kernel for Hopper (sm_90a) in TLX: warp-specialised and persistent.
 
 A CTA has one producer, which copies tiles to shared memory by TMA, and CONSUMERS warp groups, each
-with 64 queries of a tile. It walks its share of the tiles (`schedule.dealt_tiles`) as one stream of
+with 64 queries of a tile. It walks its share of the tiles (`dealing.dealt_tiles`) as one stream of
 key blocks: the product of a block's scores is issued before the previous block's product of
 probabilities and values, also where the block belongs to the next tile, so that a tile's last
 product and the next one's first softmax run at the same time.
