@@ -139,6 +139,9 @@ def test_triton_tiles_fit_the_shared_memory_of_smaller_gpus(memory, block_d):
         assert fitted == tiles or memory < 227
 
 
+SCHEDULES = ("schedule.py", "dealing.py", "tables.py")
+
+
 def test_attention_imports_torch_and_numpy_alone():
     """Somebody can lift `gem/attention` out: it needs torch, NumPy (kernels: Triton) and itself.
 
@@ -147,7 +150,7 @@ def test_attention_imports_torch_and_numpy_alone():
     folder = Path(backends.__file__).parents[1]
     allowed = {"torch", "triton", *sys.stdlib_module_names}
     for path in folder.rglob("*.py"):
-        more = {"numpy"} if "simulator" in path.parts or path.name == "schedule.py" else set()
+        more = {"numpy"} if "simulator" in path.parts or path.name in SCHEDULES else set()
         for node in ast.walk(ast.parse(path.read_text())):
             names = []
             if isinstance(node, ast.Import):

@@ -28,7 +28,7 @@ CHOSEN = {
             tlx_.forward_shape(block_d, broadcast, queries, keys, window)
             for broadcast, window in ((False, False), (False, True), (True, False))
             for queries in (32, 64, 100, 128, 160, 192, 256)
-            for keys in (100, 255, 256, 399, 400, 4096)
+            for keys in (100, 255, 256, 399, 400, 767, 768, 4096)
         },
         key=str,
     )
@@ -66,11 +66,12 @@ class Case:
     p_shared: bool = False
 
     def problem(self):
-        """On the CPU, with an empty sample."""
+        """On the CPU, with an empty sample; `most` is the longest one's length."""
         rng = random.Random(self.number)
         options = dict(self.options)
         form = options.pop("form")
         lengths = [rng.randint(1, 300), 0, rng.randint(1, 150), rng.choice([1, 64, 128])]
+        lengths[0] = options.pop("most", lengths[0])
         rng.shuffle(lengths)
         others = [rng.choice([0, rng.randint(1, 250)]) for _ in lengths]
         queries = options.pop("queries", rng.randint(2, 200))
@@ -86,6 +87,19 @@ class Case:
             generator=torch.Generator().manual_seed(self.number),
             **options,
         )
+
+
+# Tiles in parts: one sample has nearly all keys.
+IN_PARTS = [
+    Case(800 + n, shape, dim, dtype, (1, 1), (("form", form), ("queries", 60), ("most", 3000)))
+    for n, (shape, dim, dtype, form) in enumerate(
+        [
+            (Shape(1, 64, 5, 2, 232, p_wide=True, counter=True), 128, torch.bfloat16, "broadcast"),
+            (Shape(2, 128, 2, 2, 240, ping_pong=True), 128, torch.float16, "broadcast"),
+            (Shape(2, 128, 4, 2, 240, ping_pong=True, lazy=True), 40, torch.bfloat16, "broadcast"),
+        ]
+    )
+]
 
 
 def cases():
@@ -105,7 +119,7 @@ def cases():
         n = next(numbers)
         form = tuple(FORMS[n % len(FORMS)].items())
         made.append(Case(n, shape, block_d, torch.bfloat16, (2, 1), form, p_shared=True))
-    return made
+    return made + IN_PARTS
 
 
 CASES = cases()
@@ -212,7 +226,7 @@ def test_the_cases_cover_what_there_is():
         for shape in shapes:
             mine = [c for c in CASES if c.shape == shape]
             assert {c.dtype for c in mine} == {torch.bfloat16, torch.float16}
-    assert {c.options for c in CASES} == {tuple(form.items()) for form in FORMS}
+    assert {c.options for c in CASES if c not in IN_PARTS} == {tuple(x.items()) for x in FORMS}
     assert {c.heads[0] // c.heads[1] for c in CASES} == {1, 2}
 
 
@@ -236,7 +250,7 @@ def test_every_tlx_kernel_is_compared(monkeypatch):
         return run(kernel, *args, **options)
 
     monkeypatch.setattr(tlx_.triton_, "run", noted)
-    for case in (*CASES[:2], *(c for c in CASES if c.shape.keep_q)):
+    for case in (*CASES[:2], *IN_PARTS[:1], *(c for c in CASES if c.shape.keep_q)):
         in_simulator(case, case.problem())
     for case in (BACKWARD[0], BACKWARD[-1]):
         problem = case.problem()
