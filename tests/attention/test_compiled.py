@@ -109,12 +109,12 @@ def test_the_hopper_forward_of_tiles_in_parts_needs_no_shared_memory_for_them(qu
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("form", ["q64", "q192", "q256", "self", "causal", "window"])
+@pytest.mark.parametrize("form", ["q64", "q192", "q256"])
 def test_the_lazy_hopper_forward_asks_for_no_maxima(form, dim):
     result = compiled(f"lazy_{form}_d{dim}_hopper_forward_kernel")
     assert not [n for n in result.notices if re.search(r"C75\d\d|serialized", n)]
-    between_tiles = 16 if dim == 128 and form in ("causal", "window", "q192") else 0
-    assert result.spill_stores <= between_tiles
+    # Between tiles, where 192 queries leave the fewest registers.
+    assert result.spill_stores <= (16 if dim == 128 and form == "q192" else 0)
     loops = product_loops(machine_code(result), addresses=True)
     assert not any(spilled([i for _, i in loop]) for loop in loops)
     ways = [shortest_way(loop) for loop in loops]

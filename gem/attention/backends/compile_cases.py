@@ -40,9 +40,6 @@ def compile_cases() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], 
         for queries in (64, 192, 256):
             short = {"lengths": [500] * 80} if queries == 192 else {}
             yield from _cases(f"lazy_q{queries}_d{dim}", dim, queries, switch="lazy", **short)
-        yield from _cases(f"lazy_self_d{dim}", dim, switch="lazy")
-        yield from _cases(f"lazy_causal_d{dim}", dim, right=0, switch="lazy")
-        yield from _cases(f"lazy_window_d{dim}", dim, left=256, right=256, switch="lazy")
 
 
 def _cases(
