@@ -89,8 +89,7 @@ def _finish(
         if OPTIONS.PIECES == 2:
             tl.store(at + WIDTH, tlx.require_layout(out1 * inverse, THREADS), mask=is_part)
         tl.store(PART_LSE + place, lse, mask=is_part)
-        # A branch would cost the loops over keys 30 moves of registers: nothing of it is written.
-        queries = tl.where(is_part, 0, queries)
+        queries = tl.where(is_part, 0, queries)  # so that nothing of it is written below
     tlx.async_descriptor_store_wait(0)  # the last tile's copy has left the stage
     if OPTIONS.PIECES == 1:
         tlx.local_store(stage, (out0 * inverse).to(tlx.dtype_of(desc_out)))
