@@ -162,9 +162,9 @@ def launch(
     )
     block_d = block_columns(call)
     block_q = 64 * shape.consumers
-    count, empty, merges = (x.shape[0] for x in (tiles.table, tiles.empty, tiles.merges))
+    count = tiles.table.shape[0]
     parts = part_lse = None
-    if merges:
+    if tiles.parts:
         parts = out.new_empty((tiles.parts, block_q, block_d), dtype=torch.float32)
         part_lse = out.new_empty((tiles.parts, block_q), dtype=torch.float32)
     ctas = min(count, ctas)
@@ -216,34 +216,44 @@ def launch(
             # Triton would ask for one register too many where there is one consumer.
             **({"maxnreg": 248} if shape.consumers == 1 else {}),
         )
-    if merges:
+    _complete(call, tiles, block_q, flat, lse, parts, part_lse)
+    return out, lse
+
+
+def _complete(
+    call: Call,
+    tiles: dealing.DealtTiles,
+    block_q: int,
+    out: Tensor,
+    lse: Tensor,
+    parts: Tensor | None,
+    part_lse: Tensor | None,
+) -> None:
+    """Merges tiles in parts, and writes those that see no key; out is `[rows, heads, dim]`."""
+    options = {"HEADS": call.heads, "DIM": call.head_dim, "BLOCK_D": block_columns(call)}
+    if parts is not None:
         triton_.run(
             merge_kernel,
-            (merges, block_q // 16),
-            flat,
+            (tiles.merges.shape[0], block_q // 16),
+            out,
             lse,
             parts,
             part_lse,
             tiles.merges,
-            HEADS=call.heads,
-            DIM=call.head_dim,
             BLOCK_Q=block_q,
-            BLOCK_D=block_d,
+            **options,
         )
-    if empty:
+    if tiles.empty.shape[0]:
         triton_.run(
             blank_kernel,
-            (empty,),
-            flat,
+            (tiles.empty.shape[0],),
+            out,
             lse,
             tiles.empty,
-            HEADS=call.heads,
-            DIM=call.head_dim,
-            BLOCK_Q=triton.next_power_of_2(64 * shape.consumers),
-            ROWS=64 * shape.consumers,
-            BLOCK_D=block_d,
+            BLOCK_Q=triton.next_power_of_2(block_q),
+            ROWS=block_q,
+            **options,
         )
-    return out, lse
 
 
 def _pays_to_keep(team: int, ctas: int, k_lengths: Tensor) -> bool:
