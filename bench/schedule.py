@@ -56,10 +56,11 @@ def builders(row: Row) -> dict[str, Callable[[torch.Tensor], object]]:
 
     def dealt_tiles(x: torch.Tensor) -> dealing.DealtTiles:
         blocks = 64 * shape.consumers, shape.keys
-        team = row.heads if shape.keep_q else 1
+        shared = row.queries if row.broadcast else None
+        keep_q, team, ctas = tlx_.team_of(shape, row.heads, shared, x, PROCESSORS)
         return dealing.dealt_tiles(
-            x, queries(x), left, right, row.heads, *blocks, CPU, PROCESSORS // team * team, team,
-            not shape.counter, not shape.keep_q,
+            x, queries(x), left, right, row.heads, *blocks, CPU, ctas, team,
+            not shape.counter, not keep_q,
         )  # fmt: skip
 
     def whole(x: torch.Tensor) -> bool:

@@ -103,9 +103,12 @@ def test_the_hopper_forward_of_tiles_in_parts_needs_no_shared_memory_for_them(qu
     """Nor do the loops over keys spill; a part's results are written from where they are."""
     result = compiled(f"parts_q{queries}_d128_hopper_forward_kernel")
     assert not [n for n in result.notices if re.search(r"C75\d\d|serialized", n)]
-    loops = product_loops(machine_code(result))
+    code = machine_code(result)
+    loops = product_loops(code)
     assert len(loops) >= 2 and not any(spilled(loop) for loop in loops)
     assert result.shared <= 227 * 1024
+    # 64 columns for two rows of each thread, two numbers at a time, wherever a tile ends.
+    assert sum("STG.E.64" in i for _, i in code) >= 64
 
 
 @pytest.mark.parametrize("dim", [64, 128])

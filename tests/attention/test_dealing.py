@@ -119,22 +119,11 @@ def test_parts_of_long_tiles_hold_every_key_once_and_balance(lengths, queries, a
     tiles, loads = tiles_and_loads(lengths, queries, ctas, even=even, in_parts=True)
     assert max(loads) <= at_most * sum(loads) / ctas
     seen, results = {}, {}
-    for (
-        first_key,
-        keys,
-        begin,
-        end,
-        first_out,
-        n_queries,
-        first,
-        head,
-        part,
-    ) in tiles.table.tolist():
-        seen.setdefault((first_key, keys, first_out, n_queries, first, head), []).append(
-            (begin, end)
-        )
+    for row in tiles.table.tolist():
+        keys, begin, end, tile, part = row[:2], row[2], row[3], row[4:8], row[8]
+        seen.setdefault((*keys, *tile), []).append((begin, end))
         if part >= 0:
-            results[part] = first_out, n_queries, first, head, begin
+            results[part] = *tile, begin
     expected = {(*r[:2], *r[4:8]): r[2:4] for r in whole.table.tolist()}
     assert seen.keys() == expected.keys()
     for tile, spans in seen.items():
@@ -144,10 +133,10 @@ def test_parts_of_long_tiles_hold_every_key_once_and_balance(lengths, queries, a
     # Merges name the parts of each tile, in the order of their keys.
     assert sorted(results) == list(range(tiles.parts)) and tiles.parts > 0
     of_merges = []
-    for begin, count, _, _, first_out, n_queries, first, head, part in tiles.merges.tolist():
+    for begin, count, _, _, *tile, part in tiles.merges.tolist():
         assert count > 1 and part == -1
         mine = [results[p] for p in range(begin, begin + count)]
-        assert {x[:4] for x in mine} == {(first_out, n_queries, first, head)}
+        assert {x[:4] for x in mine} == {tuple(tile)}
         assert [x[4] for x in mine] == sorted(x[4] for x in mine)
         of_merges += range(begin, begin + count)
     assert sorted(of_merges) == list(range(tiles.parts))

@@ -86,16 +86,16 @@ def forward_shape(
     Args:
         window: whether queries see no key that is too far to the left.
     """
-    many = 128 < queries <= 192
+    three = broadcast and 128 < queries <= 192  # one tile a sample, none of it empty
     if block_d == 64:
         if queries <= 64:
             return Shape(1, 128, 3, 2, 232, lazy=broadcast)
-        if broadcast and many:
+        if three:
             return Shape(3, 64, 6, 1, 160, keep_q=True, lazy=True)
         return Shape(2, 128, 4, 2, 240, ping_pong=True, counter=not broadcast, lazy=broadcast)
     if broadcast and queries <= 64:
         return Shape(1, 64, 5, 2, 232, p_wide=True, counter=True)
-    if broadcast and many:
+    if three:
         short = keys < 768
         return Shape(3, 64, 4, 1, 160, p_wide=True, keep_q=True, counter=short, lazy=short)
     if keys < (400 if broadcast else 256) and not window:
@@ -126,6 +126,26 @@ def packed(call: Call, shape: Shape) -> bool:
     return block_columns(call) == 128 and not shape.p_wide and call.left is None
 
 
+def team_of(
+    shape: Shape, heads: int, queries: int | None, k_lengths: Tensor, ctas: int
+) -> tuple[bool, int, int]:
+    """(whether CTAs keep their queries, CTAs of a team, all CTAs that are to be used).
+
+    Args:
+        queries: that all samples share, or None.
+        ctas: as many as there are multiprocessors.
+    """
+    if not shape.keep_q or queries is None or not k_lengths.numel():
+        return False, 1, ctas
+    # Broadcast attention repeats the same queries and heads from sample to sample.
+    team = heads * triton.cdiv(queries, 64 * shape.consumers)
+    teams = ctas // team
+    uneven = int(k_lengths.max()) * teams > 2 * int(k_lengths.sum())
+    if uneven or teams * team < KEEP_Q_SHARE * ctas:
+        return False, 1, ctas
+    return True, team, teams * team
+
+
 def launch(
     call: Call, q: Tensor, k: Tensor, v: Tensor, shape: Shape, p_shared: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -137,14 +157,9 @@ def launch(
     q, k, v = (readable(x) for x in (q, k, v))
     broadcast = call.form == "broadcast"
     out, lse = triton_.results(call, q)
-    ctas = processors(q.device)
-    # Broadcast attention repeats the same queries and heads from sample to sample.
-    team = call.heads * triton.cdiv(q.shape[0], 64 * shape.consumers) if broadcast else 1
-    keep_q = shape.keep_q and broadcast and _pays_to_keep(team, ctas, call.k_lengths)
-    if keep_q:
-        ctas = ctas // team * team
-    else:
-        team = 1
+    block_d, block_q = block_columns(call), 64 * shape.consumers
+    shared = q.shape[0] if broadcast else None
+    keep_q, team, ctas = team_of(shape, call.heads, shared, call.k_lengths, processors(q.device))
     tiles: dealing.DealtTiles = schedule.schedule(
         "dealt_tiles",
         call.k_lengths,
@@ -152,7 +167,7 @@ def launch(
         call.left,
         call.right,
         call.heads,
-        64 * shape.consumers,
+        block_q,
         shape.keys,
         q.device,
         ctas,
@@ -160,8 +175,6 @@ def launch(
         not shape.counter,
         not keep_q,
     )
-    block_d = block_columns(call)
-    block_q = 64 * shape.consumers
     count = tiles.table.shape[0]
     parts = part_lse = None
     if tiles.parts:
@@ -254,13 +267,6 @@ def _complete(
             ROWS=block_q,
             **options,
         )
-
-
-def _pays_to_keep(team: int, ctas: int, k_lengths: Tensor) -> bool:
-    """Whether teams leave few CTAs out, and no sample takes one more than twice its share."""
-    if ctas // team * team < KEEP_Q_SHARE * ctas or not k_lengths.numel():
-        return False
-    return int(k_lengths.max()) * (ctas // team) <= 2 * int(k_lengths.sum())
 
 
 @functools.cache

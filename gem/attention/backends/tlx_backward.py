@@ -28,7 +28,10 @@ from gem.attention.backends.tlx_common import (
     readable,
 )
 from gem.attention.backends.tlx_hopper_backward import hopper_backward_kernel
-from gem.attention.backends.tlx_hopper_shared_backward import hopper_shared_backward_kernel
+from gem.attention.backends.tlx_hopper_shared_backward import (
+    CONSUMERS,
+    hopper_shared_backward_kernel,
+)
 
 BLOCK_K = 128
 # The float32 sums of dQ have whole tiles of queries for every sample. Where that is more than so
@@ -272,9 +275,10 @@ class _Backward:
         call, queries = self.call, self.q.shape[0]
         workers = max(1, processors(self.q.device) // call.heads)
         segments = schedule.schedule("key_segments", call.k_lengths, workers, self.q.device)
-        consumers = 2
         partial = torch.empty(
-            (segments.workers * consumers, *self.q.shape), dtype=torch.float32, device=self.q.device
+            (segments.workers * CONSUMERS.value, *self.q.shape),
+            dtype=torch.float32,
+            device=self.q.device,
         )
         triton_.run(
             hopper_shared_backward_kernel,
@@ -286,7 +290,6 @@ class _Backward:
             *(queries, segments.turns, segments.workers),
             HEADS=call.heads,
             BLOCK_D=self.block_d,
-            CONSUMERS=consumers,
             STAGES=256 // self.block_d,
             HAS_DLSE=self.dlse is not None,
             **LAUNCH_OPTIONS,

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from gem.attention.backends.tlx_common import rows_of
+from gem.attention.backends.tlx_forward_tiles import COLUMNS
 
 
 @triton.jit
@@ -24,7 +25,7 @@ def merge_kernel(
 
     A part's output counts by its share of the sum of exponentials, which its log-sum-exp tells.
     """
-    row = MERGES + tl.program_id(0) * 9
+    row = MERGES + tl.program_id(0) * COLUMNS
     first, parts = tl.load(row), tl.load(row + 1)
     out_first, queries, first_i, head = rows_of(row)
     rows = tl.program_id(1) * 16 + tl.arange(0, 16)
@@ -62,13 +63,11 @@ def blank_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """out = 0 and lse = -inf for the queries of tiles that see no key."""
-    row = TILES + tl.program_id(0) * 9
-    out_first = tl.load(row + 4).to(tl.int64)
-    first_i = tl.load(row + 6)
-    head = tl.load(row + 7)
+    row = TILES + tl.program_id(0) * COLUMNS
+    out_first, queries, first_i, head = rows_of(row)
     rows = tl.arange(0, BLOCK_Q)
-    there = (rows < tl.load(row + 5) - first_i) & (rows < ROWS)
-    place = (out_first + first_i + rows) * HEADS + head
+    there = (rows < queries - first_i) & (rows < ROWS)
+    place = (out_first + first_i + rows).to(tl.int64) * HEADS + head
     columns = tl.arange(0, BLOCK_D)
     zero = tl.zeros([BLOCK_Q, BLOCK_D], OUT.dtype.element_ty)
     mask = there[:, None] & (columns < DIM)[None, :]

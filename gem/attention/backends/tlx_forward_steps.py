@@ -36,7 +36,6 @@ class Options(NamedTuple):
         PACKED: probabilities are carried to the next step as pairs of 16 bits.
         LAZY: `top` is raised only where a block outgrows it, see `tlx_forward_softmax`.
         EARLY: the next turn to issue products is taken at a step's end.
-        IN_PARTS: some tiles see a part of their keys only.
     """
 
     cid: tl.constexpr
@@ -56,7 +55,6 @@ class Options(NamedTuple):
     PACKED: tl.constexpr
     LAZY: tl.constexpr
     EARLY: tl.constexpr
-    IN_PARTS: tl.constexpr
     DTYPE: tl.constexpr
 
 

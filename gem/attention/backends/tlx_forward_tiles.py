@@ -11,6 +11,8 @@ import triton.language as tl
 
 from gem.attention.backends.tlx_common import dealt_place
 
+COLUMNS = tl.constexpr(9)  # of a row of the table
+
 
 @triton.jit
 def row_of(TILES, turn, turns, number, TEAM: tl.constexpr, COUNTER: tl.constexpr):
@@ -20,7 +22,7 @@ def row_of(TILES, turn, turns, number, TEAM: tl.constexpr, COUNTER: tl.constexpr
     else:
         turn = tl.minimum(turn, turns - 1)
         place = turn * tl.num_programs(0) + dealt_place(turn, TEAM)
-    return TILES + place * 9
+    return TILES + place * COLUMNS
 
 
 @triton.jit

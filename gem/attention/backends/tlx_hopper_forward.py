@@ -62,8 +62,8 @@ def _finish(
 ):
     """Writes the output and the log-sum-exp of a tile's 64 queries from `skip` on.
 
-    With IN_PARTS a part's go to PARTS and PART_LSE, float32 `[parts, 64 * CONSUMERS, BLOCK_D]` and
-    `[parts, 64 * CONSUMERS]`.
+    A part's go to PARTS and PART_LSE, float32 `[parts, 64 * CONSUMERS, BLOCK_D]` and `[parts, 64 *
+    CONSUMERS]`, which are None if no tile is in parts.
     """
     # Loaded again rather than kept in registers through the tile.
     out_first, queries, first_i, head = rows_of(row)
@@ -73,7 +73,7 @@ def _finish(
         total = tl.where(total == 0.0, 1.0, total)
     inverse = (1.0 / total)[:, None]
     rows = skip + tl.arange(0, 64)
-    if OPTIONS.IN_PARTS:
+    if PARTS is not None:
         part = tl.load(row + 8)
         is_part = part >= 0
         WIDTH: tl.constexpr = out0.shape[1]
@@ -152,8 +152,7 @@ def hopper_forward_kernel(
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     WINDOW: tl.constexpr = HAS_LEFT or HAS_RIGHT
-    IN_PARTS: tl.constexpr = PARTS is not None
-    SOME_KEYS: tl.constexpr = WINDOW or IN_PARTS
+    SOME_KEYS: tl.constexpr = WINDOW or PARTS is not None
     PIECES: tl.constexpr = BLOCK_D // BLOCK_K if BLOCK_D > BLOCK_K else 1
     WIDTH: tl.constexpr = BLOCK_D // PIECES
     # With one tile of queries in shared memory a consumer would wait for the next tile's while the
@@ -246,7 +245,7 @@ def hopper_forward_kernel(
                 cid=cid, CONSUMERS=CONSUMERS, BLOCK_K=BLOCK_K, PIECES=PIECES, STAGES=STAGES,
                 WINDOW=WINDOW, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, NARROW=NARROW, NEAR=NEAR,
                 FLIPPED=FLIPPED, PING_PONG=PING_PONG, P_SHARED=P_SHARED, P_WIDE=P_WIDE,
-                PACKED=PACKED, LAZY=LAZY, EARLY=EARLY, IN_PARTS=IN_PARTS, DTYPE=DTYPE,
+                PACKED=PACKED, LAZY=LAZY, EARLY=EARLY, DTYPE=DTYPE,
             )  # fmt: skip
             consumer = Consumer(
                 k_tiles=k_tiles, k_full=k_full, k_empty=k_empty,

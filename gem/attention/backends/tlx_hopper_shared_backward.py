@@ -27,6 +27,8 @@ import triton.language.extra.tlx as tlx
 
 from gem.attention.backends.tlx_common import copy_rows, store_rows, to_base_2
 
+CONSUMERS = tl.constexpr(2)  # the first is the default task
+
 
 class Runs(NamedTuple):
     """A worker's runs of keys, with a head; `schedule.key_segments` has the table."""
@@ -81,7 +83,7 @@ class Stages(NamedTuple):
 @triton.jit
 def _load(
     stages, runs, desc_q, desc_k, desc_v, desc_out, desc_do, queries,
-    BLOCK_D: tl.constexpr, CONSUMERS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Copies the queries, and of every run dout, the output, keys and values."""
     BYTES: tl.constexpr = 64 * BLOCK_D * 2
@@ -111,9 +113,7 @@ def _load(
 
 
 @triton.jit
-def _store(
-    stages, runs, desc_dk, desc_dv, cid: tl.constexpr, CONSUMERS: tl.constexpr, STAGES: tl.constexpr
-):
+def _store(stages, runs, desc_dk, desc_dv, cid: tl.constexpr, STAGES: tl.constexpr):
     """Copies dK and dV of a consumer's blocks out, and lets their stages go."""
     count = 0
     for turn in tl.range(0, runs.turns):
@@ -133,7 +133,7 @@ def _store(
 @triton.jit
 def _consume(
     stages, runs, desc_partial, LSE, DLSE, scale, natural_scale, queries, cid: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_D: tl.constexpr, CONSUMERS: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
     HAS_DLSE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """What consumer `cid` computes of every run, and its dQ of all."""
@@ -214,7 +214,6 @@ def hopper_shared_backward_kernel(
     workers,
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    CONSUMERS: tl.constexpr,
     STAGES: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
@@ -253,19 +252,19 @@ def hopper_shared_backward_kernel(
         with tlx.async_task("default"):
             _consume(
                 stages, runs, desc_partial, LSE, DLSE, scale, natural_scale, queries, 0,
-                HEADS, BLOCK_D, CONSUMERS, STAGES, HAS_DLSE, DTYPE,
+                HEADS, BLOCK_D, STAGES, HAS_DLSE, DTYPE,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=240):
             _consume(
                 stages, runs, desc_partial, LSE, DLSE, scale, natural_scale, queries, 1,
-                HEADS, BLOCK_D, CONSUMERS, STAGES, HAS_DLSE, DTYPE,
+                HEADS, BLOCK_D, STAGES, HAS_DLSE, DTYPE,
             )  # fmt: skip
         with tlx.async_task(num_warps=1, registers=24):
             _load(
                 stages, runs, desc_q, desc_k, desc_v, desc_out, desc_do, queries,
-                BLOCK_D, CONSUMERS, STAGES,
+                BLOCK_D, STAGES,
             )  # fmt: skip
         with tlx.async_task(num_warps=1, registers=24):
-            _store(stages, runs, desc_dk, desc_dv, 0, CONSUMERS, STAGES)
+            _store(stages, runs, desc_dk, desc_dv, 0, STAGES)
         with tlx.async_task(num_warps=1, registers=24):
-            _store(stages, runs, desc_dk, desc_dv, 1, CONSUMERS, STAGES)
+            _store(stages, runs, desc_dk, desc_dv, 1, STAGES)

@@ -1,7 +1,8 @@
-"""Functions of single numbers, over tensors."""
+"""Functions of single numbers, over tensors, and a pinned layout."""
 
 import triton
 import triton.language as tl
+import triton.language.extra.tlx as tlx
 
 
 @triton.jit
@@ -50,3 +51,10 @@ def pairs_kernel(
     x, y = tl.load(X + i), tl.load(Y + i)
     z = tl.inline_asm_elementwise(ASSEMBLY, TYPES, [x, y], tl.int32, is_pure=True, pack=PACK)
     tl.store(OUT + i, z)
+
+
+@triton.jit
+def pinned_kernel(OUT, VALUES: tl.constexpr):
+    LAYOUT: tl.constexpr = tlx.layout(shape=((32, 4), (VALUES,)), stride=((1, 32), (128,)))
+    i = tlx.require_layout(tl.arange(0, 256), LAYOUT)
+    tl.store(OUT + i, i)

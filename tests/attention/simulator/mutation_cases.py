@@ -188,7 +188,7 @@ FORWARD = Case(
         ("the first block is lazy too", "OPTIONS.LAZY and not TAIL", "OPTIONS.LAZY"),
         (
             "parts see all keys",
-            "SOME_KEYS: tl.constexpr = WINDOW or IN_PARTS",
+            "SOME_KEYS: tl.constexpr = WINDOW or PARTS is not None",
             "SOME_KEYS = WINDOW",
         ),
         ("parts are near each other", "part.to(tl.int64) * (64 * OPTIONS.CONSUMERS)", "part * 64"),

@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from gem.attention.simulator import errors, simulate
-from tests.attention.simulator.elementwise_kernels import mapped_kernel, pairs_kernel
+from tests.attention.simulator.elementwise_kernels import (
+    mapped_kernel,
+    pairs_kernel,
+    pinned_kernel,
+)
 
 
 def test_functions_of_single_numbers():
@@ -65,3 +69,11 @@ def test_pairs_of_other_types_are_reported():
     x = torch.arange(32, dtype=torch.int32)
     with pytest.raises(errors.UnsupportedOperation, match="of these types"):
         pairs(x, x, "cvt.rn.bf16x2.f32 $0, $2, $1;")
+
+
+def test_a_pinned_layout_changes_no_number_but_has_to_have_room_for_all():
+    out = torch.zeros(256, dtype=torch.int32)
+    simulate(pinned_kernel, (1,), [out], VALUES=2)
+    assert torch.equal(out, torch.arange(256, dtype=torch.int32))
+    with pytest.raises(errors.UnsupportedOperation, match=r"128 places, not those of \[256\]"):
+        simulate(pinned_kernel, (1,), [out], VALUES=1)

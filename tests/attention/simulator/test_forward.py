@@ -128,8 +128,9 @@ def in_parts():
     real, found = schedule.schedule, []
 
     def spied(*args):
-        found.append(real(*args).parts)
-        return real(*args)
+        tiles = real(*args)
+        found.append(tiles.parts)
+        return tiles
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "schedule", spied)
