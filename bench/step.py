@@ -38,7 +38,7 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 
 # The outermost profiled operation with one of these in its name takes all that runs inside it.
 PARTS = {
-    "attention": ("gem::attention", "gem_attention"),
+    "attention": ("gem::attention", "_AttentionBackward"),
     "embedding tables": ("fbgemm", "embedding", "SplitLookup", "CppNode"),
     "optimizer": ("Optimizer.step", "_foreach", "_fused_adamw"),
 }

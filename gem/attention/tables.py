@@ -46,6 +46,8 @@ def table_of(*columns: ndarray, device: torch.device) -> Tensor:
 
 def sent(x: ndarray, device: torch.device) -> Tensor:
     """A copy on the device; from pinned memory, since any other may wait for the work before it."""
+    if not len(x):
+        return torch.empty(x.shape, dtype=torch.int32, device=device)
     table = torch.from_numpy(np.ascontiguousarray(x))
     return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
 

@@ -11,7 +11,7 @@ import torch
 import triton
 
 import gem.attention.backends as backends
-from gem.attention.backends import tlx_
+from gem.attention.backends import launching, tlx_, tlx_backward
 from gem.attention.layout import JaggedLayout
 from gem.attention.simulator import asynchronous, frontend, simulated
 from gem.attention.simulator.values import Value
@@ -241,7 +241,7 @@ def test_every_tlx_kernel_is_compared(monkeypatch):
         and name[-7:] == "_kernel"
     }
     ran, kept = set(), set()
-    run = tlx_.triton_.run
+    run = launching.run
 
     def noted(kernel, *args, **options):
         if ".tlx_" in kernel.fn.__module__:
@@ -249,7 +249,8 @@ def test_every_tlx_kernel_is_compared(monkeypatch):
         kept.add(options.get("KEEP_Q"))
         return run(kernel, *args, **options)
 
-    monkeypatch.setattr(tlx_.triton_, "run", noted)
+    for module in (tlx_, tlx_backward):
+        monkeypatch.setattr(module, "run", noted)
     for case in (*CASES[:2], *IN_PARTS[:1], *(c for c in CASES if c.shape.keep_q)):
         in_simulator(case, case.problem())
     for case in (BACKWARD[0], BACKWARD[-1]):

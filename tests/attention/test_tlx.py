@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gem.attention.backends import tlx_, tlx_forward_merge, triton_
+from gem.attention.backends.launching import recorded
 from gem.attention.testing import assert_close_to_reference, call_of, random_problem
 from tests.attention.simulator.helpers import RISING, rising_problem
 
@@ -130,7 +131,7 @@ def test_tiles_in_parts_agree_with_the_reference(dtype, dim, shape):
         problem = random_problem(
             queries, lengths, heads=2, kv_heads=1, dim=dim, dtype=dtype, device="cuda"
         )
-        with triton_.recorded() as launches:
+        with recorded() as launches:
             launch(problem, shape)
         assert any(kernel is tlx_forward_merge.merge_kernel for kernel, _, _ in launches)
         out, lse = launch(problem, shape)

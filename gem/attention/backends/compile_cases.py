@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gem.attention import JaggedLayout
 from gem.attention.backends import Call, tlx_, triton_
+from gem.attention.backends.launching import recorded
 
 _TYPES = {
     torch.bfloat16: "*bf16",
@@ -75,7 +76,7 @@ def _cases(
         k_offsets=layout.offsets,
         k_lengths=layout.lengths,
     )
-    with triton_.recorded() as launches:
+    with recorded() as launches:
         if switch:
             shape = dataclasses.replace(tlx_.shape_of(call, q), **{switch: True})
             tlx_.launch(call, q, kv, kv, shape)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gem.attention import dealing, schedule
 from gem.attention.backends import Call, triton_
+from gem.attention.backends.launching import run
 from gem.attention.backends.tlx_backward import backward  # noqa: F401 - this backend's
 from gem.attention.backends.tlx_common import (
     LAUNCH_OPTIONS,
@@ -187,7 +188,7 @@ def launch(
     counters = torch.zeros(team, dtype=torch.int32, device=q.device) if shape.counter else None
     flat = out.view(-1, call.heads, call.head_dim)
     if count:
-        triton_.run(
+        run(
             hopper_forward_kernel,
             (ctas,),
             ragged(q, 64, block_d),
@@ -245,7 +246,7 @@ def _complete(
     """Merges tiles in parts, and writes those that see no key; out is `[rows, heads, dim]`."""
     options = {"HEADS": call.heads, "DIM": call.head_dim, "BLOCK_D": block_columns(call)}
     if parts is not None:
-        triton_.run(
+        run(
             merge_kernel,
             (tiles.merges.shape[0], block_q // 16),
             out,
@@ -257,7 +258,7 @@ def _complete(
             **options,
         )
     if tiles.empty.shape[0]:
-        triton_.run(
+        run(
             blank_kernel,
             (tiles.empty.shape[0],),
             out,

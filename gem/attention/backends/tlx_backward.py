@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gem.attention import dealing, schedule
 from gem.attention.backends import Call, triton_
+from gem.attention.backends.launching import run
 from gem.attention.backends.tlx_backward_sums import dq_kernel, statistics_kernel
 from gem.attention.backends.tlx_common import (
     LAUNCH_OPTIONS,
@@ -173,7 +174,7 @@ class _Backward:
         self.lse2 = torch.empty_like(self.delta)
         self.counter = torch.empty(1, dtype=torch.int32, device=device)
         self.sums, clear = self._sums()
-        triton_.run(
+        run(
             statistics_kernel,
             (self.tiles.shape[0], call.heads),
             *(self.out, self.dout, self.lse, self.dlse),
@@ -229,7 +230,7 @@ class _Backward:
         heads, block_d = call.heads, self.block_d
         flat = self.sums.view(-1, 32)
         alone = form.whole and heads == call.kv_heads
-        triton_.run(
+        run(
             hopper_backward_kernel,
             (min(tiles.units, processors(self.q.device)),),
             *self._descriptors(BLOCK_K),
@@ -257,7 +258,7 @@ class _Backward:
         if not self.broadcast:
             triton_.clear_spare(call.q_lengths, self.dq)
         if self.stats:
-            triton_.run(
+            run(
                 dq_kernel,
                 (self.sums.shape[0], heads),
                 *(self.sums, self.dq, self.tiles, self.q.shape[0], call.scale),
@@ -280,7 +281,7 @@ class _Backward:
             dtype=torch.float32,
             device=self.q.device,
         )
-        triton_.run(
+        run(
             hopper_shared_backward_kernel,
             (segments.workers * call.heads,),
             *self._descriptors(64, self.out),

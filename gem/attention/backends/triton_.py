@@ -9,11 +9,9 @@ With TRITON_INTERPRET=1 in the environment from the start, the kernels run on CP
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 
 import torch
 import triton
@@ -22,6 +20,7 @@ from torch import Tensor
 from gem.attention import schedule
 from gem.attention.backends import Call
 from gem.attention.backends import triton_backward as backward_kernels
+from gem.attention.backends.launching import run
 from gem.attention.backends.triton_forward import forward_kernel
 
 LOG2_E = math.log2(math.e)
@@ -424,33 +423,6 @@ def _readable(x: Tensor) -> Tensor:
     """x, copied only where its strides are more than a kernel's addresses take."""
     plain = x.stride(-1) == 1 and max(x.stride()) <= _MAX_STRIDE
     return x if plain or x.numel() == 0 else x.contiguous()
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[tuple]]:
-    """While it is open, launches are not made but listed: (kernel, arguments, options)."""
-    global _record
-    _record = []
-    try:
-        yield _record
-    finally:
-        _record = None
-
-
-_record: list[tuple] | None = None
-
-
-def run(kernel, grid: tuple[int, ...], *args, **options) -> None:
-    """Launches a kernel on its tensors' device; an empty grid does nothing."""
-    if _record is not None:
-        _record.append((kernel, args, options))
-        return
-    if math.prod(grid) == 0:
-        return
-    device = next(a.device for a in args if isinstance(a, Tensor))
-    # Triton launches on the current device, whatever device the tensors are on.
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[grid](*args, **options)
 
 
 @functools.cache
