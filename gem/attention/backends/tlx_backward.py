@@ -73,19 +73,46 @@ def form_of(call: Call, q: Tensor) -> Form:
         if keeps_queries(q.shape[0], call.heads, call.kv_heads):
             return Form("queries")
         return Form("keys", split=call.deterministic)
-    block = step_rows(block_columns(call))
-    rows = int(((call.q_lengths + block - 1) // block).sum()) * block
-    if rows > MOST_PADDING * int(call.q_lengths.sum()):
+    return schedule.schedule(
+        "backward_form",
+        call.k_lengths,
+        call.q_lengths,
+        call.left is None and call.right is None,
+        call.kv_heads,
+        step_rows(block_columns(call)),
+        call.deterministic,
+        processors(q.device),
+    )
+
+
+@schedule.register("backward_form")
+def jagged_form(
+    k_lengths: Tensor,
+    q_lengths: Tensor,
+    all_seen: bool,
+    kv_heads: int,
+    block: int,
+    deterministic: bool,
+    ctas: int,
+) -> Form:
+    """The form for jagged attention.
+
+    Args:
+        all_seen: whether there is no window.
+        block: queries of a step.
+        ctas: as many as run at once.
+    """
+    rows = int(((q_lengths + block - 1) // block).sum()) * block
+    if rows > MOST_PADDING * int(q_lengths.sum()):
         return Form("keys", split=True)
-    if call.left is not None or call.right is not None:
-        return Form("keys", split=call.deterministic)
-    if call.deterministic:
-        seen = (call.q_lengths > 0) & (call.k_lengths > 0)
+    if not all_seen:
+        return Form("keys", split=deterministic)
+    if deterministic:
+        seen = (q_lengths > 0) & (k_lengths > 0)
         # Only whole samples are added up in a fixed order.
-        fixed = not (seen & (call.k_lengths > WHOLE_KEYS)).any()
+        fixed = not (seen & (k_lengths > WHOLE_KEYS)).any()
         return Form("keys", split=not fixed, whole=fixed)
-    ctas = processors(q.device)
-    return Form("keys", whole=whole_pays(call.q_lengths, call.k_lengths, call.kv_heads, ctas))
+    return Form("keys", whole=whole_pays(q_lengths, k_lengths, kv_heads, ctas))
 
 
 def whole_pays(q_lengths: Tensor, k_lengths: Tensor, kv_heads: int, ctas: int) -> bool:
