@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gem.attention import schedule as _schedule
+from gem.attention.tables import to_device
 
 _INT32_MAX = 2**31 - 1
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -155,7 +156,9 @@ class JaggedLayout:
             raise ValueError(
                 f"max_length must be at least the longest sample, {longest}, not {max_length}"
             )
-        offsets = offsets.to(device, torch.int32, non_blocking=True)
+        offsets = offsets.to(torch.int32)
+        if offsets.device.type == "cpu":
+            offsets = to_device(offsets, torch.device(device))
         return cls(offsets, lengths, lengths.shape[0], rows, max_length)
 
     @property

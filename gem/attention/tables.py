@@ -45,11 +45,17 @@ def table_of(*columns: ndarray, device: torch.device) -> Tensor:
 
 
 def sent(x: ndarray, device: torch.device) -> Tensor:
-    """A copy on the device; from pinned memory, since any other may wait for the work before it."""
+    """An int32 array's copy on the device."""
     if not len(x):
         return torch.empty(x.shape, dtype=torch.int32, device=device)
-    table = torch.from_numpy(np.ascontiguousarray(x))
-    return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
+    return to_device(torch.from_numpy(np.ascontiguousarray(x)), device)
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """x of the host on the device; from pinned memory, since any other copy may wait for the work
+    before it.
+    """
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 def visible_keys(
