@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import shlex
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from itertools import cycle, islice
@@ -34,12 +33,14 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from bench import machine, rivals
+from bench.first_step import LOSS_TOLERANCE, first_step, is_right, make_judge
 from bench.quality import versions
 from bench.rivals import kept
 from bench.roofline import measure_ceilings
-from bench.step import CONF, make_trainer, open_loaders, precision_of, shares
+from bench.step import CONF, make_trainer, precision_of, shares
 from bench.timing import short_reason, side_stream, synchronize
 from bench.trace import busy_ms, by_part, kernels, longest
+from bench.train_data import CHECK_ROWS, Data, load, to_overrides, unseen
 from gem.config import Config
 from gem.data import Batch, Loader
 from gem.train.app import to_config
@@ -50,76 +51,7 @@ from gem.train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent
 BACKENDS = ("tlx", "triton", *rivals.RIVALS, "torch")
-CHECK_ROWS = 64
-# A gradient may be off by twice as much as that of the yardstick, and by this beyond.
-UNITS = {"bfloat16": torch.finfo(torch.bfloat16).eps, "float32": 1e-4}
-LOSS_TOLERANCE = 0.005  # relative
 PROFILED = slice(1, 4)  # of the measured steps
-
-
-@dataclass(frozen=True)
-class FirstStep:
-    """A first step's loss and, by name, the gradients of the dense matrices, on the host.
-
-    Gradients of some vectors are 0 but for rounding, as of a bias before a softmax.
-    """
-
-    loss: float
-    gradients: dict[str, torch.Tensor]
-
-    def errors(self, exact: FirstStep) -> dict[str, float]:
-        """By matrix: the error's norm over the gradient's."""
-        return {
-            name: float((self.gradients[name] - truth).norm() / truth.norm())
-            for name, truth in exact.gradients.items()
-            if truth.any()
-        }
-
-
-@dataclass(frozen=True)
-class Judge:
-    """Whether a first step is right.
-
-    Attributes:
-        exact: by PyTorch operators in float32. yardstick: by them in the run's precision.
-        unit: what is allowed beyond the yardstick, relative.
-    """
-
-    exact: FirstStep
-    yardstick: FirstStep
-    unit: float
-
-    def compare(self, step: FirstStep) -> dict[str, Any]:
-        """Of the loss the relative error, of the worst gradient the error over what is allowed."""
-        errors, allowed = step.errors(self.exact), self.yardstick.errors(self.exact)
-        ratios = {name: error / (2 * allowed[name] + self.unit) for name, error in errors.items()}
-        worst = max(ratios, key=lambda name: math.inf if math.isnan(ratios[name]) else ratios[name])
-        return {
-            "loss": abs(step.loss / self.exact.loss - 1),
-            "gradient_ratio": ratios[worst],
-            "worst_gradient": worst,
-            "worst_gradient_error": errors[worst],
-        }
-
-
-def is_right(errors: dict[str, Any]) -> bool:
-    return errors["loss"] <= LOSS_TOLERANCE and errors["gradient_ratio"] <= 1
-
-
-@dataclass(frozen=True)
-class Data:
-    """Batches on the device, and what they are.
-
-    Attributes:
-        batches: of training. check: a small one of other rows.
-        loaders: where they came from.
-        facts: batch size, mean and longest lengths, milliseconds of a copy to the device.
-    """
-
-    batches: list[Batch]
-    check: Batch
-    loaders: dict[str, Loader]
-    facts: dict[str, Any]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -141,95 +73,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--brief", action="store_true", help="no table at the end")
     add("overrides", nargs="*", help="of train.py")
     return parser.parse_intermixed_args(argv)
-
-
-def to_overrides(args: argparse.Namespace, density: float, folder: str) -> list[str]:
-    rows = max(40 * CHECK_ROWS, int(args.batches * args.batch_size / 0.9) + CHECK_ROWS)
-    return [
-        f"paths.output={folder}",
-        f"trainer.device={args.device}",
-        "data.workers=0",
-        f"data.batch_size={args.batch_size}",
-        f"data.eval_batch_size={CHECK_ROWS}",
-        f"data.dataset.num_rows={rows}",
-        f"data.dataset.density={density}",
-        f"data.dataset.max_length={args.max_length}",
-        "data.split.valid_fraction=0.05",
-        "data.split.test_fraction=0.05",
-        *args.overrides,
-    ]
-
-
-def load(config: Config, ranks: Ranks, count: int) -> Data:
-    """The first `count` batches of an epoch and a check batch, on the device."""
-    loaders, copies = open_loaders(config, ranks), []
-    batches = []
-    for batch in islice(loaders["train"], count):
-        synchronize(ranks.device)
-        began = time.perf_counter()
-        batches.append(batch.to(ranks.device, non_blocking=True))
-        synchronize(ranks.device)
-        copies.append(time.perf_counter() - began)
-    check = next(iter(loaders["valid"])).to(ranks.device)
-    lengths = {
-        name: torch.cat([batch.sequences[name].layout.lengths for batch in batches])
-        for name in batches[0].sequences
-    }
-    return Data(
-        batches,
-        check,
-        loaders,
-        {
-            "batch_size": config.data.batch_size,
-            "mean_length": {name: float(n.double().mean()) for name, n in lengths.items()},
-            "longest": {name: int(n.max()) for name, n in lengths.items()},
-            "copy_to_device_ms": statistics.median(copies) * 1e3,
-        },
-    )
-
-
-def unseen(batch: Batch) -> Batch:
-    """The same batch with lengths for which no schedule has been made yet."""
-    sequences = {
-        name: replace(s, layout=replace(s.layout, lengths=s.layout.lengths.clone()))
-        for name, s in batch.sequences.items()
-    }
-    return replace(batch, sequences=sequences)
-
-
-def wake(trainer: Trainer) -> None:
-    """Gives random values to parameters that start at 0, and layer scales a weight of 1.
-
-    Heads start at 0, so that no logit or gradient would depend on attention in a first step; and
-    so do gates and sinks. The same numbers for every trainer of a model.
-    """
-    generator = torch.Generator().manual_seed(0)
-    optimizers = trainer.optimizers
-    with torch.no_grad():
-        for name, parameter in zip(optimizers.names, optimizers.dense, strict=True):
-            if name.endswith("gamma"):
-                parameter.fill_(1.0)
-            elif not parameter.any():
-                std = parameter.shape[-1] ** -0.5
-                parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
-
-
-def first_step(trainer: Trainer, check: Batch) -> FirstStep:
-    """The first training step, after `wake`."""
-    wake(trainer)
-    trainer.model.train()
-    gradients, optimizers = {}, trainer.optimizers
-
-    def keep(name: str):
-        return lambda gradient: gradients.__setitem__(name, gradient.detach().float().cpu())
-
-    named = zip(optimizers.names, optimizers.dense, strict=True)
-    hooks = [p.register_hook(keep(name)) for name, p in named if p.ndim >= 2]
-    trainer.step(unseen(check))
-    for hook in hooks:
-        hook.remove()
-    trainer.guard.check()
-    return FirstStep(trainer.window.state_dict()["kept"]["losses"].item(), gradients)
 
 
 def time_steps(trainer: Trainer, batches: Sequence[Batch], device: torch.device) -> list[float]:
@@ -389,11 +232,7 @@ def entries(
                 try:
                     if judge is None:
                         precision = precision_of(config, device)
-                        exact, yardstick = (
-                            first_step(start("torch", name), data.check)
-                            for name in ("float32", precision)
-                        )
-                        judge = Judge(exact, yardstick, UNITS[precision])
+                        judge = make_judge(start, data.check, precision)
                         base = clean(device)
                     trainer = start(backend)
                     step = first_step(trainer, data.check)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from bench import train
+from bench import train, train_data
+from bench.first_step import is_right, wake
 from bench.rivals import RIVALS
 from bench.rivals.padded import Kernel, Padded
 from bench.step import CONF, make_trainer
@@ -80,7 +81,7 @@ def test_backends_that_are_right_get_figures_and_others_reasons(
     assert list(found) == names
     for name in ("torch", "sdpa_cudnn"):
         entry = found[name]
-        assert train.is_right(entry["errors"]) and entry["mean_length"]["browse"] > 1
+        assert is_right(entry["errors"]) and entry["mean_length"]["browse"] > 1
         assert entry["examples_per_s"] == pytest.approx(8e3 / entry["ms_per_step"])
         assert 0 < entry["mfu"] < 1 and 0 < entry["attention_share"] < 1
         assert len(entry["steps_ms"]) in (1, 4) and entry["peak_gib"] is None
@@ -105,14 +106,14 @@ def test_batches_are_new_to_schedules_and_weights_are_awake(cache, tmp_path):
     register()
     args = train.parse([*SMALL, cache])
     with initialize_config_dir(str(CONF), version_base="1.3"), open_ranks(torch.device("cpu")) as r:
-        overrides = train.to_overrides(args, 0.3, str(tmp_path))
+        overrides = train_data.to_overrides(args, 0.3, str(tmp_path))
         config = to_config(compose("train", overrides=["model=gem_small", *overrides]))
-        data = train.load(config, r, 2)
+        data = train_data.load(config, r, 2)
         trainer = make_trainer(config, r, data.loaders, tmp_path)
-        train.wake(trainer)
-        assert len(data.batches) == 2 and data.check.batch_size == train.CHECK_ROWS
+        wake(trainer)
+        assert len(data.batches) == 2 and data.check.batch_size == train_data.CHECK_ROWS
         batch = data.batches[0]
-        again = train.unseen(batch)
+        again = train_data.unseen(batch)
         for name, sequence in batch.sequences.items():
             layout, other = sequence.layout, again.sequences[name].layout
             assert other.lengths is not layout.lengths and other.offsets is layout.offsets
