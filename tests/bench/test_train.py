@@ -85,7 +85,7 @@ def test_backends_that_are_right_get_figures_and_others_reasons(
         assert is_right(entry["errors"]) and entry["mean_length"]["browse"] > 1
         assert entry["examples_per_s"] == pytest.approx(8e3 / entry["ms_per_step"])
         assert 0 < entry["mfu"] < 1 and 0 < entry["attention_share"] < 1
-        assert 1 <= len(entry["steps_ms"]) <= 4 and entry["peak_gib"] is None
+        assert len(entry["steps_ms"]) in (1, 4) and entry["peak_gib"] is None
         assert {"attention", "embedding tables", "optimizer"} < set(entry["parts_ms"])
     assert found["tlx"]["errors"]["gradient_ratio"] > 2 and "ms_per_step" not in found["tlx"]
     assert "further from float32" in found["tlx"]["broken"]

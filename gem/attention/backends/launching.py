@@ -1,8 +1,8 @@
 """Launches of Triton kernels, with what they cost the host kept low.
 
 `kernel[grid](...)` works out anew for every launch which compiled kernel serves the arguments. That
-takes the host three times as long as the launch itself, and both together longer than attention of
-short sequences takes the GPU. So here a compiled kernel is kept and found again.
+takes the host three times as long as the launch itself, and attention of short sequences may take
+the GPU less than its launches the host. So here a compiled kernel is kept and found again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _launch(
         compiled[(*grid, 1, 1)[:3]](*args, *constants)
         return
     compiled = kernel[grid](*args, **options)
-    if compiled is not None:  # as it is where kernels are interpreted
+    if compiled is not None:  # None where kernels are interpreted
         names = kernel.arg_names[len(args) :]
         _compiled[key] = compiled, tuple(options[name] for name in names)
 
