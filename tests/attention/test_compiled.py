@@ -148,7 +148,7 @@ def test_the_hopper_backward_neither_spills_nor_serializes_in_its_loops(form, di
     result = compiled(f"{form}_d{dim}_{kernel}_kernel")
     assert not [n for n in result.notices if re.search(r"C75\d\d|serialized", n)]
     # Between tiles numbers of a tile and addresses are spilled.
-    most = 0 if form == "broadcast_q64" else 16
+    most = 0 if form == "broadcast_q64" else 24
     assert max(result.spill_stores, result.spill_loads) <= most
     code = machine_code(result)
     loops, rest = backward_loops(product_loops(code))
@@ -156,6 +156,11 @@ def test_the_hopper_backward_neither_spills_nor_serializes_in_its_loops(form, di
     # The second consumer has steps without keys, whose only product is that of dQ.
     assert len(rest) == (0 if form in ("broadcast_q64", "deterministic") else 1)
     assert not any(spilled(loop) for loop in [*loops, *rest])
+    if form in ("broadcast_q256", "self", "whole"):
+        # Before dQ; the compiler puts another one before the second consumer's scores. Those that
+        # copy what consumers write have theirs.
+        fences = sorted(sum("FENCE.VIEW" in i for i in loop) for loop in loops)
+        assert fences == ([1, 1] if dim == 64 else [1, 2])
     # Warps of their own do all copies.
     assert traffic(loops + rest) == [(0, 0)] * len(loops + rest)
     # dK and dV of both consumers, 64 columns a copy. dQ of a step is added, to sums; in whole

@@ -1,7 +1,8 @@
-"""What two single warps of `tlx_hopper_backward` do: one copies tiles in, one results out.
+"""What three single warps of `tlx_hopper_backward` do: one copies tiles in, one dQ out, one the rest.
 
 A consumer that issued its copies itself would wait for the copy engine, which takes one at a time
-and has those to shared memory to do as well: 1200 cycles at the end of every tile.
+and has those to shared memory to do as well: 1200 cycles at the end of every tile. One warp for all
+results would keep dK and dV, in whose place dS comes next, until the last dQ has left.
 """
 
 from __future__ import annotations
@@ -151,8 +152,8 @@ class Stores(NamedTuple):
 
 
 @triton.jit
-def store(of, ring, TABLE, single, pairs, OPTIONS: tl.constexpr):
-    """Copies all results out.
+def store_dq(of, ring, TABLE, single, pairs, OPTIONS: tl.constexpr):
+    """Copies dQ of all tiles out.
 
     dQ of whole samples is written by the first tile of keys, to which the second adds; of one that
     is alone, with ALONE, there are no sums.
@@ -163,31 +164,42 @@ def store(of, ring, TABLE, single, pairs, OPTIONS: tl.constexpr):
     number, _ = unit(tl.program_id(0), single, pairs)
     while number >= 0:
         row = TABLE + number * 10
-        k_first, keys, first_j, kv_head = rows_of(row)
-        if OPTIONS.WITH_DQ:
-            out_first, queries, stats_first, q_begin, q_end = queries_of(row)
-            order = tl.load(row + 9) if OPTIONS.WHOLE else 0
-            blocks = steps_of(q_begin, q_end, OPTIONS)
-            if OPTIONS.WHOLE:
-                if order == 2:  # the sums that the tile before has written are in place
-                    wait_for_writes()
-            for g in tl.range(0, OPTIONS.GROUP):
-                head = kv_head * OPTIONS.GROUP + g
-                sums = q_begin if OPTIONS.BROADCAST else stats_first + q_begin
-                sums = sums // 64 * OPTIONS.HEADS + head
-                for x in tl.range(0, blocks):
-                    for u in tl.static_range(TILES):
-                        tlx.barrier_wait(of.sum_full[u], count & 1)
-                        _store_dq(
-                            of, u, x * TILES + u, sums, out_first, queries, head, order, OPTIONS
-                        )
-                    tlx.async_descriptor_store_wait(0)
-                    for u in tl.static_range(TILES):
-                        tlx.barrier_arrive(of.sum_empty[u])
-                    count += 1
+        _, _, _, kv_head = rows_of(row)
+        out_first, queries, stats_first, q_begin, q_end = queries_of(row)
+        order = tl.load(row + 9) if OPTIONS.WHOLE else 0
+        blocks = steps_of(q_begin, q_end, OPTIONS)
+        if OPTIONS.WHOLE:
+            if order == 2:  # the sums that the tile before has written are in place
+                wait_for_writes()
+        for g in tl.range(0, OPTIONS.GROUP):
+            head = kv_head * OPTIONS.GROUP + g
+            sums = q_begin if OPTIONS.BROADCAST else stats_first + q_begin
+            sums = sums // 64 * OPTIONS.HEADS + head
+            for x in tl.range(0, blocks):
+                for u in tl.static_range(TILES):
+                    tlx.barrier_wait(of.sum_full[u], count & 1)
+                    tlx.fence("async_shared")  # the consumer leaves it to this warp
+                    _store_dq(of, u, x * TILES + u, sums, out_first, queries, head, order, OPTIONS)
+                tlx.async_descriptor_store_wait(0)
+                for u in tl.static_range(TILES):
+                    tlx.barrier_arrive(of.sum_empty[u])
+                count += 1
+        number = handed_over(ring.numbers, ring.full, ring.empty, tile)
+        tile += 1
+
+
+@triton.jit
+def store_keys(of, ring, TABLE, single, pairs, OPTIONS: tl.constexpr):
+    """Copies dK and dV of all tiles out; those of the first consumer do not wait for a last dQ."""
+    TILES: tl.constexpr = OPTIONS.TILES
+    tile = 0
+    number, _ = unit(tl.program_id(0), single, pairs)
+    while number >= 0:
+        k_first, keys, first_j, kv_head = rows_of(TABLE + number * 10)
         for c in tl.static_range(2):
             j = first_j + 64 * c
             tlx.barrier_wait(of.left_full[c], tile & 1)
+            tlx.fence("async_shared")  # as in `store_dq`
             store_rows(of.desc_dv, of.dv_stages[TILES * c], k_first, keys, j, kv_head)
             dk_stage = of.dk_stages[dk_place(tile, c, OPTIONS)]
             store_rows(of.desc_dk, dk_stage, k_first, keys, j, kv_head)

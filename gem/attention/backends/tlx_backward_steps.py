@@ -112,7 +112,9 @@ def _dq(consumer, tile, step, ds_at, u, last, OPTIONS: tl.constexpr):
 
     last: whether it is the tile's last step.
     """
-    dq = tlx.async_dot(tlx.local_trans(consumer.ds_tiles[ds_at]), tile.k_tile)
+    ds = tlx.local_trans(consumer.ds_tiles[ds_at])
+    tlx.fence("async_shared")  # for what both have written, who do not wait for a fence
+    dq = tlx.async_dot(ds, tile.k_tile)
     dq = tlx.async_dot_wait(0, dq)
     if OPTIONS.TILES == 1:
         tlx.barrier_arrive(consumer.k_read[0], pred=last)
@@ -121,14 +123,13 @@ def _dq(consumer, tile, step, ds_at, u, last, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _hand_over_dq(consumer, tile, step, dq, u, OPTIONS: tl.constexpr):
-    """Leaves dQ of the consumer's step `step`, its tile u, to `tlx_backward_copies.store`."""
+    """Leaves dQ of the consumer's step `step`, its tile u, to `tlx_backward_copies.store_dq`."""
     tlx.barrier_wait(consumer.sum_empty[u], (step & 1) ^ 1)
     alone = tile.alone if OPTIONS.ALONE else False
     if alone:
         tlx.local_store(consumer.dq_stages[2 * u], (dq * consumer.natural_scale).to(OPTIONS.DTYPE))
     else:
         tlx.local_store(consumer.sum_stages[u], in_registers_order(dq, OPTIONS.BLOCK_D))
-    tlx.fence("async_shared")
     tlx.barrier_arrive(consumer.sum_full[u])
 
 
@@ -164,7 +165,6 @@ def _step_of_one(
     if OPTIONS.WITH_DQ:
         tlx.barrier_wait(consumer.left_empty[ds_at], (tile.number & 1) ^ 1)
         tlx.local_store(consumer.ds_stages[2 * ds_at + cid], ds)
-        tlx.fence("async_shared")
         if not mine:
             tlx.named_barrier_arrive(10 - cid, 256)
     dk = tlx.async_dot(ds, q_tiles[at], dk)
@@ -223,12 +223,13 @@ def _step_of_two(
     if OPTIONS.WITH_DQ:
         tlx.barrier_wait(consumer.left_empty[1], (tile.number & 1) ^ 1)
         tlx.local_store(ds_stages[2 * ds_at + 2 + cid], ds1)
-        tlx.fence("async_shared")
     dv = tlx.async_dot(p1.to(OPTIONS.DTYPE), do_tiles[at + 1], dv)
     dk = tlx.async_dot(ds1, q_tiles[at + 1], dk)
     if OPTIONS.WITH_DQ:
         tlx.named_barrier_wait(9, 256)  # both have written dS
-        dq = tlx.async_dot(tlx.local_trans(consumer.ds_tiles[ds_at + cid]), tile.k_tile)
+        ds = tlx.local_trans(consumer.ds_tiles[ds_at + cid])
+        tlx.fence("async_shared")
+        dq = tlx.async_dot(ds, tile.k_tile)
         dv = tlx.async_dot_wait(1, dv)
         dk = tlx.async_dot_wait(1, dk)
         tlx.barrier_arrive(q_empty)
@@ -290,7 +291,6 @@ def steps_without_keys(
                 left = consumer.left_empty[u if TILES == 2 else ds_at]
                 tlx.barrier_wait(left, (tile.number & 1) ^ 1)
                 tlx.local_store(consumer.ds_stages[2 * (ds_at + u) + cid], zeros)
-            tlx.fence("async_shared")
             if TILES == 2:
                 tlx.named_barrier_wait(9, 256)
                 _dq(consumer, tile, step, ds_at + cid, cid, last, OPTIONS)

@@ -18,9 +18,11 @@ there the first tile writes the sums, which need not be cleared, and the second 
 writes; a tile that is alone writes dQ itself, unless heads are grouped. Without WITH_DQ there are
 no additions, and a kernel that keeps queries computes dQ.
 
-All copies are made by two warps beside the consumers (`tlx_backward_copies`). The keys of the next
+All copies are made by three warps beside the consumers (`tlx_backward_copies`). The keys of the next
 tile are copied while this one runs, and its values as soon as this one's last dP is known; dK and
-dV leave through shared memory while the next tile begins. Rows past a sample's end read as 0 and
+dV leave through shared memory while the next tile begins, without waiting for the last dQ. What
+consumers write there is fenced by whoever reads it, past the barrier between them: a fence waits
+for all that a thread has written before, and the writers have other things to do. Rows past a sample's end read as 0 and
 are never written (`tlx_common.ragged`), so that no step needs a mask but for windows: the
 log-sum-exp of queries that are not there is +inf, and keys that are not there add 0.
 """
@@ -31,7 +33,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gem.attention.backends.tlx_backward_copies import Loads, Stores, load, store
+from gem.attention.backends.tlx_backward_copies import Loads, Stores, load, store_dq, store_keys
 from gem.attention.backends.tlx_backward_steps import (
     Consumer,
     Tile,
@@ -118,7 +120,6 @@ def _consume(
         if OPTIONS.TILES == 1 and OPTIONS.WITH_DQ:
             tlx.barrier_wait(consumer.k_read[0], tile & 1)
         tlx.local_store(dk_stage, (dk * consumer.natural_scale).to(OPTIONS.DTYPE))
-        tlx.fence("async_shared")
         tlx.barrier_arrive(consumer.left_full[cid])
         number = handed_over(ring.numbers, ring.full, ring.empty, tile)
         tile += 1
@@ -204,11 +205,11 @@ def hopper_backward_kernel(
     sum_empty = tlx.alloc_barriers(TILES, arrive_count=1)
     left_full = tlx.alloc_warp_barrier(2, 4)
     left_empty = tlx.alloc_barriers(2, arrive_count=1)
-    # Read by two consumers of four warps and the storing one.
+    # Read by two consumers of four warps and those that store.
     ring = Ring(
         numbers=tlx.local_alloc((1,), tl.int32, TILE_STAGES),
         full=tlx.alloc_warp_barrier(TILE_STAGES, 1),
-        empty=tlx.alloc_warp_barrier(TILE_STAGES, 9),
+        empty=tlx.alloc_warp_barrier(TILE_STAGES, 10 if WITH_DQ else 9),
     )
     # At the named barrier 9 + cid (at dim 64 both at 9) a consumer waits for the other's dS.
     consumer = Consumer(
@@ -222,25 +223,29 @@ def hopper_backward_kernel(
         left=left, right=right, scale=scale, natural_scale=natural_scale,
     )  # fmt: skip
 
+    to = Loads(
+        desc_q=desc_q, desc_k=desc_k, desc_v=desc_v, desc_do=desc_do,
+        LSE2=LSE2, DELTA=DELTA, k_tiles=k_tiles, v_tiles=v_tiles,
+        q_tiles=q_tiles, do_tiles=do_tiles, lse_tiles=lse_tiles, delta_tiles=delta_tiles,
+        k_full=k_full, k_empty=k_empty, v_full=v_full, v_empty=v_empty,
+        q_full=q_full, q_empty=q_empty,
+    )  # fmt: skip
+    of = Stores(
+        desc_dk=desc_dk, desc_dv=desc_dv, desc_dq=desc_dq, desc_sums=desc_sums,
+        sum_stages=sum_stages, dq_stages=dq_stages, dv_stages=dv_stages,
+        dk_stages=dk_stages, sum_full=sum_full, sum_empty=sum_empty, k_empty=k_empty,
+        left_full=left_full, left_empty=left_empty,
+    )  # fmt: skip
+
     with tlx.async_tasks():
         with tlx.async_task("default"):
             _consume(0, consumer, ring, TABLE, single, pairs, OPTIONS)
         with tlx.async_task(num_warps=4, registers=240):
             _consume(1, consumer, ring, TABLE, single, pairs, OPTIONS)
         with tlx.async_task(num_warps=1, registers=24):
-            to = Loads(
-                desc_q=desc_q, desc_k=desc_k, desc_v=desc_v, desc_do=desc_do,
-                LSE2=LSE2, DELTA=DELTA, k_tiles=k_tiles, v_tiles=v_tiles,
-                q_tiles=q_tiles, do_tiles=do_tiles, lse_tiles=lse_tiles, delta_tiles=delta_tiles,
-                k_full=k_full, k_empty=k_empty, v_full=v_full, v_empty=v_empty,
-                q_full=q_full, q_empty=q_empty,
-            )  # fmt: skip
             load(to, ring, TABLE, COUNTER, single, pairs, units, stats, OPTIONS)
         with tlx.async_task(num_warps=1, registers=24):
-            of = Stores(
-                desc_dk=desc_dk, desc_dv=desc_dv, desc_dq=desc_dq, desc_sums=desc_sums,
-                sum_stages=sum_stages, dq_stages=dq_stages, dv_stages=dv_stages,
-                dk_stages=dk_stages, sum_full=sum_full, sum_empty=sum_empty, k_empty=k_empty,
-                left_full=left_full, left_empty=left_empty,
-            )  # fmt: skip
-            store(of, ring, TABLE, single, pairs, OPTIONS)
+            store_keys(of, ring, TABLE, single, pairs, OPTIONS)
+        with tlx.async_task(num_warps=1, registers=24):
+            if WITH_DQ:
+                store_dq(of, ring, TABLE, single, pairs, OPTIONS)
