@@ -1,4 +1,4 @@
-"""What three single warps of `tlx_hopper_backward` do: one copies tiles in, one dQ out, one the rest.
+"""What three single warps of `tlx_hopper_backward` do: one copies tiles in, the others results out.
 
 A consumer that issued its copies itself would wait for the copy engine, which takes one at a time
 and has those to shared memory to do as well: 1200 cycles at the end of every tile. One warp for all
@@ -113,11 +113,11 @@ def load(to, ring, TABLE, COUNTER, single, pairs, units, stats, OPTIONS: tl.cons
                         _copy_statistics(to.DELTA + place, to.delta_tiles[at], full)
                     # The values' one stage becomes free later than that of these queries.
                     if (g == 0) & (x == 0):
-                        tlx.barrier_wait(to.v_empty[0], (tile & 1) ^ 1)
-                        tlx.barrier_expect_bytes(to.v_full[0], 2 * TILE_BYTES)
                         for c in tl.static_range(2):
+                            tlx.barrier_wait(to.v_empty[c], (tile & 1) ^ 1)
+                            tlx.barrier_expect_bytes(to.v_full[c], TILE_BYTES)
                             copy_rows(
-                                to.desc_v, to.v_tiles[c], to.v_full[0], k_first, keys,
+                                to.desc_v, to.v_tiles[c], to.v_full[c], k_first, keys,
                                 first_j + 64 * c, kv_head,
                             )  # fmt: skip
                     count += 1

@@ -160,7 +160,7 @@ def _step_of_one(
     p = _probabilities(s, lse, begin, end, consumer.scale, EDGES)
     dv = tlx.async_dot(p.to(OPTIONS.DTYPE), do_tiles[at], dv)
     dp = tlx.async_dot_wait(1, dp)
-    tlx.barrier_arrive(consumer.v_empty[0], pred=last)
+    tlx.barrier_arrive(consumer.v_empty[cid], pred=last)
     ds = (p * (dp - tlx.local_load(consumer.delta_tiles[at])[None, :])).to(OPTIONS.DTYPE)
     if OPTIONS.WITH_DQ:
         tlx.barrier_wait(consumer.left_empty[ds_at], (tile.number & 1) ^ 1)
@@ -218,7 +218,7 @@ def _step_of_two(
     lse1 = tlx.local_load(lse_tiles[at + 1])
     p1 = _probabilities(s1, lse1, begin - 64, end - 64, scale, EDGES)
     dp1 = tlx.async_dot_wait(2, dp1)
-    tlx.barrier_arrive(consumer.v_empty[0], pred=last)
+    tlx.barrier_arrive(consumer.v_empty[cid], pred=last)
     ds1 = (p1 * (dp1 - tlx.local_load(delta_tiles[at + 1])[None, :])).to(OPTIONS.DTYPE)
     if OPTIONS.WITH_DQ:
         tlx.barrier_wait(consumer.left_empty[1], (tile.number & 1) ^ 1)
@@ -283,7 +283,7 @@ def steps_without_keys(
         ds_at = TILES * (step % 2)
         tlx.barrier_wait(consumer.q_full[st], (step // OPTIONS.Q_STAGES) & 1)
         last = x == tile.x_last
-        tlx.barrier_arrive(consumer.v_empty[0], pred=last)
+        tlx.barrier_arrive(consumer.v_empty[cid], pred=last)
         tlx.barrier_arrive(consumer.q_empty[st])
         if OPTIONS.WITH_DQ:
             zeros = tl.zeros([64, 64], OPTIONS.DTYPE)

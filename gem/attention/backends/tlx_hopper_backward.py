@@ -18,13 +18,14 @@ there the first tile writes the sums, which need not be cleared, and the second 
 writes; a tile that is alone writes dQ itself, unless heads are grouped. Without WITH_DQ there are
 no additions, and a kernel that keeps queries computes dQ.
 
-All copies are made by three warps beside the consumers (`tlx_backward_copies`). The keys of the next
-tile are copied while this one runs, and its values as soon as this one's last dP is known; dK and
-dV leave through shared memory while the next tile begins, without waiting for the last dQ. What
-consumers write there is fenced by whoever reads it, past the barrier between them: a fence waits
-for all that a thread has written before, and the writers have other things to do. Rows past a sample's end read as 0 and
-are never written (`tlx_common.ragged`), so that no step needs a mask but for windows: the
-log-sum-exp of queries that are not there is +inf, and keys that are not there add 0.
+All copies are made by three warps beside the consumers (`tlx_backward_copies`). The keys of the
+next tile are copied while this one runs, and a consumer's values as soon as its last dP is known;
+dK and dV leave through shared memory while the next tile begins, without waiting for the last dQ.
+What consumers write there is fenced by whoever reads it, past the barrier between them: a fence
+waits for all that a thread has written before, and the writers have other things to do. Rows past a
+sample's end read as 0 and are never written (`tlx_common.ragged`), so that no step needs a mask but
+for windows: the log-sum-exp of queries that are not there is +inf, and keys that are not there add
+0.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _consume(
         dk = tl.zeros([64, BLOCK_D], tl.float32)
         dv = tl.zeros([64, BLOCK_D], tl.float32)
         tlx.barrier_wait(consumer.k_full[ks], (tile // OPTIONS.K_STAGES) & 1)
-        tlx.barrier_wait(consumer.v_full[0], tile & 1)
+        tlx.barrier_wait(consumer.v_full[cid], tile & 1)
         for g in tl.range(0, OPTIONS.GROUP):
             x_last = blocks - 1
             if OPTIONS.GROUP > 1:
@@ -197,8 +198,8 @@ def hopper_backward_kernel(
     k_full = tlx.alloc_barriers(2, arrive_count=1)
     k_empty = tlx.alloc_barriers(2, arrive_count=1)
     k_read = tlx.alloc_warp_barrier(1, 4)
-    v_full = tlx.alloc_barriers(1, arrive_count=1)
-    v_empty = tlx.alloc_warp_barrier(1, 4, 2)
+    v_full = tlx.alloc_barriers(2, arrive_count=1)
+    v_empty = tlx.alloc_warp_barrier(2, 4)
     q_full = tlx.alloc_barriers(2, arrive_count=1)
     q_empty = tlx.alloc_warp_barrier(2, 4, 2)
     sum_full = tlx.alloc_warp_barrier(TILES, 4)
