@@ -25,6 +25,27 @@ def bulk_kernel(X, OUT, size, FAULT: tl.constexpr = ""):
 
 
 @triton.jit
+def handed_kernel(OUT, FENCE: tl.constexpr):
+    """One task writes and another copies out; FENCE tells where the fence between them is."""
+    tile = tlx.local_alloc((64,), tl.float32, 1)
+    written = tlx.alloc_barriers(1)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tlx.local_store(tile[0], tl.full([64], 3.0, tl.float32))
+            if FENCE == "by the writer":
+                tlx.fence("async_shared")
+            tlx.barrier_arrive(written[0])
+        with tlx.async_task(num_warps=1):
+            if FENCE == "too early":
+                tlx.fence("async_shared")
+            tlx.barrier_wait(written[0], 0)
+            if FENCE == "by the reader":
+                tlx.fence("async_shared")
+            tlx.async_store(OUT, tile[0], 256)
+            tlx.async_descriptor_store_wait(0)
+
+
+@triton.jit
 def group_kernel(X, OUT, rows, STAGES: tl.constexpr, FAULT: tl.constexpr = ""):
     """A pipeline of copies by pointers, waited for by groups."""
     j = tl.arange(0, 32)

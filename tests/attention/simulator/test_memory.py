@@ -30,6 +30,17 @@ def test_bulk_copies(seed):
         bulk(seed, 120)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_fence_counts_on_either_side_of_the_barrier(seed):
+    for fence in ("by the writer", "by the reader"):
+        out = torch.zeros(64)
+        simulate(kernels.handed_kernel, (1,), [out], seeds=[seed], FENCE=fence)
+        assert (out == 3).all()
+    for fence in ("nowhere", "too early"):
+        with pytest.raises(errors.MissingFence):
+            simulate(kernels.handed_kernel, (1,), [out], seeds=[seed], FENCE=fence)
+
+
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("seed", range(4))
 def test_groups_of_copies(seed, stages):
