@@ -148,7 +148,7 @@ def test_the_hopper_backward_neither_spills_nor_serializes_in_its_loops(form, di
     result = compiled(f"{form}_d{dim}_{kernel}_kernel")
     assert not [n for n in result.notices if re.search(r"C75\d\d|serialized", n)]
     # Between tiles numbers of a tile and addresses are spilled.
-    most = 0 if form == "broadcast_q64" else 48
+    most = 0 if form == "broadcast_q64" else {64: 16, 128: 48}[dim]
     assert max(result.spill_stores, result.spill_loads) <= most
     code = machine_code(result)
     loops, rest = backward_loops(product_loops(code))

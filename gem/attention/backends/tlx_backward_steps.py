@@ -107,14 +107,23 @@ def _window(consumer, tile, x, OPTIONS: tl.constexpr):
 
 
 @triton.jit
+def _written_ds(consumer, ds_at):
+    """dS `[64 queries, 128 keys]` for a product, once both consumers have written their part.
+
+    The fence is here, for both: they go on without one.
+    """
+    ds = tlx.local_trans(consumer.ds_tiles[ds_at])
+    tlx.fence("async_shared")
+    return ds
+
+
+@triton.jit
 def _dq(consumer, tile, step, ds_at, u, last, OPTIONS: tl.constexpr):
     """Computes dQ of the consumer's step `step`, its tile u, whose dS is at ds_at.
 
     last: whether it is the tile's last step.
     """
-    ds = tlx.local_trans(consumer.ds_tiles[ds_at])
-    tlx.fence("async_shared")  # for what both have written, who do not wait for a fence
-    dq = tlx.async_dot(ds, tile.k_tile)
+    dq = tlx.async_dot(_written_ds(consumer, ds_at), tile.k_tile)
     dq = tlx.async_dot_wait(0, dq)
     if OPTIONS.TILES == 1:
         tlx.barrier_arrive(consumer.k_read[0], pred=last)
@@ -227,9 +236,7 @@ def _step_of_two(
     dk = tlx.async_dot(ds1, q_tiles[at + 1], dk)
     if OPTIONS.WITH_DQ:
         tlx.named_barrier_wait(9, 256)  # both have written dS
-        ds = tlx.local_trans(consumer.ds_tiles[ds_at + cid])
-        tlx.fence("async_shared")
-        dq = tlx.async_dot(ds, tile.k_tile)
+        dq = tlx.async_dot(_written_ds(consumer, ds_at + cid), tile.k_tile)
         dv = tlx.async_dot_wait(1, dv)
         dk = tlx.async_dot_wait(1, dk)
         tlx.barrier_arrive(q_empty)

@@ -22,10 +22,11 @@ All copies are made by three warps beside the consumers (`tlx_backward_copies`).
 next tile are copied while this one runs, and a consumer's values as soon as its last dP is known;
 dK and dV leave through shared memory while the next tile begins, without waiting for the last dQ.
 What consumers write there is fenced by whoever reads it, past the barrier between them: a fence
-waits for all that a thread has written before, and the writers have other things to do. Rows past a
-sample's end read as 0 and are never written (`tlx_common.ragged`), so that no step needs a mask but
-for windows: the log-sum-exp of queries that are not there is +inf, and keys that are not there add
-0.
+waits for all that a thread has written before, and the writers have other things to do.
+
+Rows past a sample's end read as 0 and are never written (`tlx_common.ragged`), so that no step
+needs a mask but for windows: the log-sum-exp of queries that are not there is +inf, and keys that
+are not there add 0.
 """
 
 from __future__ import annotations

@@ -255,8 +255,8 @@ BACKWARD = Case(
         "always the first buffer: 'turn % 2' -> '(turn % 2) * 0'": (1, NO_ZIGZAG),
         "no barrier_wait: 'tlx.barrier_wait(to.k_empty[ks]": (
             1,
-            "before, the producer waits for room for a number, which the storing warp makes when dK"
-            " has left the place of the keys in question",
+            "before, the producer waits for room for a number, which the warp that stores dK makes"
+            " when dK has left the place of the keys in question",
         ),
         "no barrier_wait: 'tlx.barrier_wait(full[slot], (turn // TILE_STAGES) & 1)'": (
             1,
